@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _open_streams() -> None:
     """Connect closed standard streams to /dev/null.
 
-    Make stdout escape characters that its encoding does not support, and name itself in its errors. Make stdin accept any
+    Make stdout escape characters that its encoding does not support, and add its name to its errors. Make stdin accept any
     bytes, because the check of a spec reports those that are not UTF-8.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:

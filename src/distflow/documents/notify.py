@@ -44,7 +44,7 @@ class NotifyTarget:
     credential: str = ""
     """The name of a credential whose value is the URL."""
     command: tuple[str, ...] = ()
-    """A command to run on this machine. Specs cannot contain commands."""
+    """A command to run on this machine. Specs cannot contain this key."""
     format: Literal["json", "slack"] | None = None
     """The format of the request's body; ``None`` for the format that the host of the URL expects."""
     after_s: float = _AFTER_S

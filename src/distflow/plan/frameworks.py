@@ -100,9 +100,9 @@ def _as_command(task: WorldTask) -> StartCommand:
 def _torchrun(task: WorldTask) -> StartCommand:
     """Return the command under torchrun.
 
-    Its static rendezvous keeps the ranks of the spec, but cannot restart ranks: its store keeps the entries of the previous
-    attempt, and the ranks hang or fail again (pytorch/pytorch#135712). With ``max_restarts`` torchrun therefore uses the
-    dynamic rendezvous, with a new store for each attempt. The dynamic rendezvous numbers the nodes itself.
+    Its static rendezvous keeps the ranks of the spec, but cannot restart ranks: its store keeps the entries from before
+    the restart, and the ranks hang or fail again (pytorch/pytorch#135712). With ``max_restarts`` torchrun therefore uses the
+    dynamic rendezvous, with a new store for each restart. The dynamic rendezvous numbers the nodes itself.
 
     Options: https://docs.pytorch.org/docs/stable/elastic/run.html
     """
@@ -151,8 +151,8 @@ def _deepspeed(task: WorldTask) -> StartCommand:
 def _accelerate(task: WorldTask) -> StartCommand:
     """Return the command under ``accelerate launch``. A task that requests 0 GPUs trains on the CPU.
 
-    With several ranks on a node it runs torchrun (``--multi_gpu``, also on nodes without GPUs). With one rank it starts the
-    script itself, which then finds its rank in the variables that every task of one rank has. ``--same_network`` selects
+    With several ranks on a node, accelerate runs torchrun (``--multi_gpu``, also on nodes without GPUs). With one rank, it
+    starts the script itself, which finds its rank in the variables that every task of one rank has. ``--same_network`` selects
     torchrun's static rendezvous, which keeps the ranks. ``accelerate`` divides the ranks evenly among the nodes.
 
     Options: ``accelerate/commands/launch.py`` of Accelerate 1.15.
@@ -274,7 +274,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
 def start_command(framework: str | None, task: WorldTask) -> StartCommand:
     """Return the command that a task runs: under its launcher if it has one, else as its framework requires.
 
-    Without both, the command is unchanged.
+    Without either, the command is unchanged.
     """
     if task.launcher.starts_ranks or framework is None:
         return LAUNCHERS[task.launcher.kind].start(task)

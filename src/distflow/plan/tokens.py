@@ -1,12 +1,12 @@
-"""Replace the spec's tokens by numbers, paths and addresses, and injected paths by paths on the node, with placeholders.
+"""Replace a spec's tokens with numbers, paths and placeholders for addresses, and injected paths with paths on the node.
 
 ``{{host:master}}`` becomes a placeholder for the address of the node of the task ``master``, ``{{rank_offset}}`` a number.
-Without a container, a file cannot be created at ``/train.py``. It is created below the attempt's directory, and its path is
-replaced in the command, the arguments, the environment and the injected files, among others.
+A file injected as ``/train.py`` is created below the attempt's directory, with and without a container. Its path is replaced in
+the command, the arguments, the environment and the injected files, among others.
 
 In OSMO's containers a task starts in ``/``, so ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are the same
 file. In distflow a task starts in ``work``. If a path is injected or used in its relative form, distflow therefore puts it into
-``work``, and replaces its absolute form by that path.
+``work``, and replaces its absolute form with that path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokens of a spec, such as ``{{output}}``, ``{{host:master}}`` and ``{{rank_offset}}``.
 
-They look like template variables, but their values are known only later, and ``{{uuid}}`` never gets one. Rendering must
-therefore not change them.
+They look like template variables, but their values are known only later, and ``{{uuid}}`` stays unchanged, as in OSMO.
+Rendering must therefore not change them.
 """
 
 from __future__ import annotations

@@ -346,7 +346,10 @@ class GroupStep:
         return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
 
     def _end_lost_tasks(self) -> None:
-        """End tasks with NODE_LOST if their node was unreachable for longer than the pool allows while its engine answered."""
+        """End tasks with NODE_LOST if their node was unreachable for longer than the pool allows.
+
+        If an engine chooses the nodes, this time restarts after each outage of the engine.
+        """
         if self.pool is None:
             return
         for task in self.group.tasks:
@@ -561,7 +564,7 @@ def _canceled(request: CancelRequest) -> str:
 def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
     """Return whether the spec requires another attempt after this failure, regardless of the number of attempts."""
     actions, task = plan.launch(cause.task).exit_actions, group.task(cause.task)
-    # DATA as the cause, but not as the task's own reason, is a failed output (code 2012), even if the task never started.
+    # If only the cause has the reason DATA, an output failed (code 2012), even if the task never started.
     has_run = task.started_at is not None or task.reason is not Reason.DATA
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 

@@ -106,7 +106,7 @@ def _lease_for_first(
 ) -> None:
     views = [snapshot.nodes[pool_key, node.name] for node in pool.nodes]
     workflow, group = waiting[0]
-    # Each gang names the one directly before it. The head of the queue changes often, and would be a new event for all gangs.
+    # Each gang names the one directly before it. The head of the queue changes often: naming it would add events for all gangs.
     for (before, earlier), (other, later) in pairwise(waiting):
         is_same = before.record.uuid == other.record.uuid
         ahead = f"the group {earlier.name} of this workflow" if is_same else before.record.id
@@ -305,7 +305,7 @@ def _holds(group: GroupRecord, plan: GroupPlan) -> Iterator[HeldResources]:
 def free(views: Sequence[NodeView], usages: Sequence[PoolUsage], fixed_port: int | None) -> list[Free]:
     """Return the free resources of each reachable node of a pool, given the usage of each workflow of that pool.
 
-    A node is closed if ``fixed_port`` is in use there, or if an abandoned attempt must first be stopped there. If several
+    A node is closed if ``fixed_port`` is in use there, or if an orphan must first be stopped there. If several
     entries of the pool are one machine, its resources count once.
     """
     first = _first_entries(views)
@@ -338,7 +338,7 @@ def capacity(views: Sequence[NodeView]) -> list[Free]:
 
 
 def _first_entries(views: Sequence[NodeView]) -> dict[str, str]:
-    """Map all entries of a machine that has several to the first one, preferring one that can be reached."""
+    """For a machine with several entries, map each to the first reachable entry, or else to the first."""
     entries: dict[str, list[NodeView]] = {}
     for view in views:
         if view.machine:

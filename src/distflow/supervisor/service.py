@@ -57,7 +57,7 @@ class _Logs:
 
 
 def main(argv: list[str]) -> int:
-    """Take the lock, report it, and work until there is no unfinished workflow. Return the exit code.
+    """Take the lock, report when the supervisor runs, and work until there is no unfinished workflow. Return the exit code.
 
     If another supervisor has the lock, report that and exit. With the argument ``BACKENDS`` (names, joined by commas), first
     load them and wait for a byte on standard input; exit if standard input ends instead.
@@ -126,7 +126,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
 
 
 def _await_room(directory: StateDirectory) -> bool:
-    """Wait while the disk of the state directory is full. Return False if it is not full, or stays full for too long.
+    """Wait until the full disk of the state directory has room. Return False if it was not full, or stays full for too long.
 
     Return False also if the directory no longer exists. Meanwhile, nodes keep the output, and a gang that fails stops without
     the supervisor.

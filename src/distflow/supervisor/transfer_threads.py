@@ -81,7 +81,7 @@ class ThreadedTransfers:
         sink: Callable[[TransferMoved | TransferEnded], None],
         credentials_for: CredentialsFor = ambient_credentials,
     ) -> None:
-        """Start no transfer yet. ``scratch`` is created when it is needed, on the file system of ``blobs``."""
+        """Start no transfer yet. ``scratch`` must be on the file system of ``blobs``. It is created when it is needed."""
         self._blobs = blobs
         self._scratch = scratch
         self._now = now
@@ -195,7 +195,7 @@ class ThreadedTransfers:
         halt: threading.Event,
         reporter: _TransferReporter,
     ) -> TransferRecord:
-        """Make a node write its output. If it cannot, the outcome contains the reason and the remedy."""
+        """Make a node write its output. If it cannot, the outcome contains the reason."""
         if backend is None:
             raise AssertionError("the backend of the node that writes the output is missing")
         from distflow.storage.task_data import RelayRequired  # noqa: PLC0415

@@ -55,7 +55,7 @@ class Attempt:
 
     @property
     def due_at(self) -> float:
-        """The time at which its command exits, or at which a stop or the end of the lease ends it before the start."""
+        """The time at which its command exits, or at which a stop or the lease's end ends the attempt before it starts."""
         return self.ends_at if self.started_at > 0 else min(self.ends_at, self.expires_at)
 
     def finish(self, at: float, why: str = "") -> None:

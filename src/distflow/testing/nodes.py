@@ -65,12 +65,12 @@ exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
 
 
 def write_skewed_python(path: Path, offset_s: float) -> str:
-    """Write a wrapper of this Python whose ``time.time`` is ``offset_s`` seconds ahead, and return the wrapper's path."""
+    """Write a wrapper of this Python and return its path. In ``-c`` programs, ``time.time`` is ``offset_s`` seconds ahead."""
     return _write_wrapper(path, f"right = time.time\ntime.time = lambda: right() + {offset_s!r}")
 
 
 def write_other_python(path: Path, version: tuple[int, int, int]) -> str:
-    """Write a wrapper of this Python whose ``sys.version_info`` is another version, and return the wrapper's path."""
+    """Write a wrapper of this Python and return its path. In ``-c`` programs, ``sys.version_info`` is another version."""
     return _write_wrapper(path, f"sys.version_info = {(*version, 'final', 0)!r}")
 
 

@@ -74,7 +74,7 @@ def make_token() -> str:
 
 
 class _Guard:
-    """Refuses requests without the token, with another host name, or from another origin, and adds security headers."""
+    """Refuses requests without the token, to a host that is not loopback, or from another origin, and adds security headers."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

@@ -160,7 +160,7 @@ _CGROUP_PREFIX = "distflow-"
 _REMOVE_TRIES = 10
 _REMOVE_PAUSE_S = 0.01
 _REMOVED_ERRORS = (errno.ENOENT, errno.ENODEV)
-"""Errors if another process removed the new cgroup as a leftover because it was empty."""
+"""Errors that mean that another process removed the new cgroup as a leftover, because it was empty."""
 
 
 def enclose(pid: int, directory: str) -> Optional[str]:

@@ -62,7 +62,7 @@ class SshConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshDestination:
-    """A host to reach over SSH. The OpenSSH configuration and its defaults fill in each field that is ``None``.
+    """A host to reach over SSH. The OpenSSH configuration, or else a default, fills in each field that is ``None``.
 
     ``port``, ``user`` and ``identity_file`` apply only to the destination, as with ``ssh -p -l -i``. The fields after those
     apply to jump hosts too.
@@ -142,7 +142,7 @@ class SshHost:
 
     @property
     def key_name(self) -> str:
-        """The host's name in known_hosts: its ``HostKeyAlias``, else ``host``, or ``[host]:port`` if the port is not 22."""
+        """The host's name in known_hosts: ``HostKeyAlias``, else ``hostname``, or ``[hostname]:port`` if the port is not 22."""
         if self.host_key_alias:
             return self.host_key_alias
         return self.hostname if self.port == 22 else f"[{self.hostname}]:{self.port}"
