@@ -131,7 +131,7 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
             return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
         case EndReason.PEER_FAILED:
             return State.FAILED, Reason.PEER_FAILED, end.message or ""
-        case EndReason.ALLOCATION_OVER if group.state is State.STOPPING:
+        case EndReason.ALLOCATION_OVER if group.state is State.STOPPING and not _lacks_cause(group):
             return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
         case EndReason.ALLOCATION_OVER:
             return State.FAILED, end.allocation or Reason.NODE_LOST, end.message or "its allocation ended"
@@ -157,6 +157,13 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
             return State.FAILED, Reason.INTERNAL, _BOTH_DIED
         case EndReason.EXITED | EndReason.UNKNOWN:
             return _by_command(end)
+
+
+def _lacks_cause(group: GroupRecord) -> bool:
+    """Return whether the group stops because of a task whose own end is not known yet: its node told only the other tasks."""
+    return group.stop_reason is Reason.PEER_FAILED and not any(
+        (task.state is State.FAILED and task.reason is not Reason.PEER_FAILED) or task.hidden_failure for task in group.tasks
+    )
 
 
 def _failed_before_stop(end: End) -> bool:

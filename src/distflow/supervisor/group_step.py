@@ -421,6 +421,11 @@ class GroupStep:
                 self._enter(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
         elif cause is not None:
             self._fail(cause, ended)
+        elif failed := [task for task in group.tasks if task.state is State.FAILED and self.plan.counts(task.name)]:
+            # Their nodes report that another task failed, but that task did not.
+            first = min(failed, key=lambda task: task.ended_at or 0.0)
+            reason = first.reason or Reason.INTERNAL
+            self._fail(Cause(task=first.name, reason=reason, message=first.message, at=ended, node=first.node), ended)
         else:
             self._complete(ended)
 

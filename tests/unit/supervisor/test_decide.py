@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Staging
+from distflow.backends.base import AttemptKey, Ended, LeaseRequest, LogComplete, Staging
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -52,6 +52,17 @@ def test_one_failure_stops_the_world_and_is_the_cause(culprit: str) -> None:
     other = next(task for task in group.tasks if task.name != culprit)
     assert (other.state, other.reason) == (State.FAILED, Reason.PEER_FAILED)
     assert driver.backend.alive == []
+
+
+def test_a_gang_whose_tasks_blame_each_other_does_not_complete() -> None:
+    driver = Driver(workflow(), behavior=lambda _: HANG)
+    driver.settle()
+    for task, node_name in (("t0", "n1"), ("t1", "n2")):
+        key = AttemptKey(workflow="u1", group="train", task=task, attempt=0, node=node_name)
+        end = {"reason": "peer_failed", "exit_code": 143, "message": f"stopped because {task} failed"}
+        driver.seen += [Ended(at=driver.clock.now(), key=key, end=end), LogComplete(at=driver.clock.now(), key=key)]
+    driver.settle()
+    assert (driver.group().state, driver.cause().message) == (State.FAILED, "stopped because t0 failed")
 
 
 def test_first_failure_is_the_cause_although_the_clock_of_its_node_is_fast() -> None:

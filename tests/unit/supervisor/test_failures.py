@@ -21,8 +21,12 @@ STOPPED = EndReason.STOPPED
 RUNNING = GroupRecord(name="g", tasks=(), state=State.RUNNING)
 
 
-def _stopping(reason: Reason | None) -> GroupRecord:
-    return GroupRecord(name="g", tasks=(), state=State.STOPPING, stop_reason=reason)
+TIME_LIMIT = End(ended_at=1, reason=EndReason.ALLOCATION_OVER, allocation=Reason.EXEC_TIMEOUT)
+
+
+def _stopping(reason: Reason | None, failed: Reason = Reason.PEER_FAILED) -> GroupRecord:
+    other = TaskRecord(name="other", state=State.FAILED, reason=failed)
+    return GroupRecord(name="g", tasks=(other,), state=State.STOPPING, stop_reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,10 @@ def _stopping(reason: Reason | None) -> GroupRecord:
         (_stopping(None), End(ended_at=1, reason=STOPPED, signal=15), (State.COMPLETED, None)),
         # The task failed by itself just before it was stopped.
         (_stopping(Reason.PEER_FAILED), End(ended_at=1, exit_code=1), (State.FAILED, Reason.EXIT_CODE)),
+        # Another task was stopped because of this one, before the engine reported the end of the allocation.
+        (_stopping(Reason.PEER_FAILED), TIME_LIMIT, (State.FAILED, Reason.EXEC_TIMEOUT)),
+        (_stopping(Reason.PEER_FAILED, Reason.EXIT_CODE), TIME_LIMIT, (State.FAILED, Reason.PEER_FAILED)),
+        (_stopping(Reason.CANCELED), TIME_LIMIT, (State.CANCELED, Reason.CANCELED)),
     ],
 )
 def test_end_determines_state_and_reason(group: GroupRecord, end: End, expected: tuple[State, Reason | None]) -> None:
