@@ -277,7 +277,9 @@ def marker() -> str:
 
 
 @pytest.fixture(scope="module")
-def kubernetes_node(kubernetes_cluster: KubernetesCluster) -> Iterator[tuple[Engine, str, str]]:
+def kubernetes_node(
+    kubernetes_cluster: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, str, str]]:
     """An engine, and the id and host of a pod that has the network and the files of this machine."""
     if not kubernetes_cluster.is_own:
         pytest.skip("pods of a cluster of somebody else do not run on this machine")
@@ -285,7 +287,7 @@ def kubernetes_node(kubernetes_cluster: KubernetesCluster) -> Iterator[tuple[Eng
         namespace = kubernetes_cluster.create_namespace()
         settings = KubernetesSettings(
             kubeconfig=str(kubernetes_cluster.kubeconfig), namespace=namespace, image=IMAGE, host_network=True,
-            pod_template=json.dumps(pod_template(tempfile.gettempdir())),
+            pod_template=json.dumps(pod_template(str(tmp_path_factory.getbasetemp()))),
         )  # fmt: skip
         pool = Pool(
             name="pods", backend="kubernetes", nodes=(), kubernetes=settings,

@@ -206,7 +206,7 @@ workflow:
 """
 
 
-@pytest.mark.parametrize(("mount", "lines"), [("/dev/shm", ["21"]), ("FOLDER", [])])
+@pytest.mark.parametrize(("mount", "lines"), [("/var/tmp", ["21"]), ("FOLDER", [])])
 def test_tasks_that_share_files_of_one_node_unknowingly_are_named(cli: Cli, mount: str, lines: list[str]) -> None:
     folder = cli.folder / "shared"
     folder.mkdir()
