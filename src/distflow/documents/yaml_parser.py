@@ -5,7 +5,7 @@ or of libyaml, each part has a known line, and aliases are counted before they u
 duplicate keys with different values, keys that are lists or mappings, unsupported tags, several documents, and aliases that
 contain themselves or expand beyond the limit. A duplicate key with an equal value is a warning.
 
-Scalars have the types of YAML 1.1, except that dates, times of day and whole numbers such as ``010`` stay text.
+Scalars have the types of YAML 1.1, except that dates, numbers such as ``1:30`` and whole numbers such as ``010`` stay text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 MAX_DEPTH = 100
 """The maximum number of levels, with aliases expanded."""
 MAX_NODES = 100_000
-"""The maximum number of scalars, lists and mappings, with aliases expanded."""
+"""The maximum number of scalars, lists and mappings in the text, and of values with aliases expanded."""
 
 _MESSAGES: tuple[tuple[str, str], ...] = (
     ("mapping values are not allowed", "a `:` is not allowed here; check the indentation, or put the value into quotes"),

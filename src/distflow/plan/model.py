@@ -210,7 +210,7 @@ class GroupPlan:
     """Groups that must have completed before it is queued."""
     stop_on_missing_ranks: bool | None = None
     """Whether to stop the group if a task ended with code 0 although its ranks failed, and other tasks wait for these ranks.
-    ``None``: only if the ranks failed before they can have met at the rendezvous (``docs/diagnosis.md``)."""
+    ``None``: only if the ranks probably failed before they met at the rendezvous (``docs/diagnosis.md``)."""
     ends_with_lead: bool = False
     """Whether its other tasks only serve the lead, and are stopped when the lead has completed."""
     smaller: tuple[GroupPlan, ...] = ()

@@ -57,8 +57,8 @@ def _group_limits(group: GroupPlan, pool: Pool) -> _Limits:
     if group.timeouts.hang_s is not None:
         yield ("`hang_timeout` is left out: a group without output is not reported", ""), group.name
     if group.stop_on_missing_ranks:
-        message = "`stop_on_missing_ranks` is left out: tasks wait for failed ranks whose task ended with code 0"
-        yield (message, ""), group.name
+        message = "tasks keep waiting for ranks that failed although their task ended with code 0"
+        yield (f"`stop_on_missing_ranks` is left out: {message}", ""), group.name
     if group.smaller:
         yield ("`elastic` is left out: the job waits until there is room for all tasks", ""), group.name
     if group.venv is not None:

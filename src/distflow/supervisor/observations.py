@@ -428,7 +428,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     end = end_from(dict(seen.end), seen.at, seen.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
-        # Unless other tasks have started, no command has run or failed. The gang then releases its leases and queues again.
+        # The command never ran. If no other task has started, the gang releases its leases and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), LeaseLost()
     if task.reason in REFUSED:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
@@ -507,7 +507,7 @@ def _event(
 
 
 def adjust_times(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
-    """Return the record after limiting the start times of waits to the latest value that they can have at ``now``."""
+    """Return the record with each time limited to the latest value that is possible at ``now``."""
     groups = tuple(
         group if group.state.is_final else _adjust_group(group, plan.group(group.name).retry.wait_s(group.attempt), now)
         for group in record.groups

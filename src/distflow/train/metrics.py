@@ -1,4 +1,4 @@
-"""Metrics of a training: JSON objects, each on a line of standard output, and the pace of the ranks."""
+"""Metrics of a training run: JSON objects, each on a line of standard output, and the pace of the ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Pace:
         return max(self.step_s) / mean if mean else 1.0
 
     def stragglers(self, factor: float = 1.2) -> tuple[int, ...]:
-        """Return the ranks that took more than ``factor`` times the median, slowest first."""
+        """Return the ranks that took more than ``factor`` times the lower median, slowest first."""
         limit = factor * median_low(self.step_s)
         slow = [rank for rank, seconds in enumerate(self.step_s) if seconds > limit]
         return tuple(sorted(slow, key=lambda rank: -self.step_s[rank]))

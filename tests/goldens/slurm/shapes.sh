@@ -15,7 +15,8 @@
 # * `max_log` is left out: the size of the log is not limited
 # * training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # * training: `hang_timeout` is left out: a group without output is not reported
-# * training: `stop_on_missing_ranks` is left out: tasks wait for failed ranks whose task ended with code 0
+# * training: `stop_on_missing_ranks` is left out: tasks keep waiting for ranks that failed although their task ended
+#   with code 0
 # * training: `elastic` is left out: the job waits until there is room for all tasks
 # * master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
 # * master: inputs from URLs and datasets are not downloaded (download them, and name their directories in variables)
@@ -161,7 +162,7 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr: shapes.yaml: warning: `max_log` is left out: the size of the log is not limited
 # stderr: shapes.yaml: warning: training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # stderr: shapes.yaml: warning: training: `hang_timeout` is left out: a group without output is not reported
-# stderr: shapes.yaml: warning: training: `stop_on_missing_ranks` is left out: tasks wait for failed ranks whose task ended with code 0
+# stderr: shapes.yaml: warning: training: `stop_on_missing_ranks` is left out: tasks keep waiting for ranks that failed although their task ended with code 0
 # stderr: shapes.yaml: warning: training: `elastic` is left out: the job waits until there is room for all tasks
 # stderr: shapes.yaml: warning: master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
 # stderr: shapes.yaml: warning: master: inputs from URLs and datasets are not downloaded

@@ -35,7 +35,7 @@ def workflow_json(
 ) -> dict[str, object]:
     """Return the JSON document of ``query --format-type json``.
 
-    Times are ISO 8601 in UTC: without a zone under OSMO's keys, and with a zone under the keys of ``quantities.ZONED``.
+    Times are ISO 8601 in UTC: without a zone under the keys listed here, and with one under those of ``quantities.ZONED``.
     Durations and timeouts are in seconds. Unknown values are null.
 
     Fields with OSMO's names and meanings:
@@ -58,8 +58,8 @@ def workflow_json(
     * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (the reason for its wait or its end),
       ``left_out`` (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the
       workflow in which the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and
-      ``metrics`` (the latest metrics of its lowest rank in the last log lines: ``task``, ``retry_id``, ``rank``, ``step``,
-      ``values``; null if there are none);
+      ``metrics`` (in the last log lines, the latest metrics of the lowest rank that has any: ``task``, ``retry_id``, ``rank``,
+      ``step``, ``values``; null if there are none);
     * group: ``remedy`` (from `diagnose`, for a failure; null if unknown);
     * ``first_cause``: ``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
       ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within

@@ -76,7 +76,7 @@ def find_metrics(
         attempt: Return only metrics of this attempt, counted from 0. Default: all attempts.
 
     Raises:
-        NotFound: if the tasks printed metrics, but none with these names.
+        NotFound: if nothing is found, and one of ``keys`` is not among the metrics that the tasks printed.
 
     """
     found = MetricSeries(client, record, tasks, rank=rank, keys=keys, attempt=attempt)

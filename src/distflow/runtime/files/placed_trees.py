@@ -44,8 +44,9 @@ State = str
 def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Optional[State]], Set[str]]]:
     """Move the unchanged files of an ended attempt with the same archive to the new directory ``top``.
 
-    Returns the names that are now in ``top``, with their states if the move did not change them, and the other names of the
-    archive. ``None`` if the whole archive must be unpacked: there is no such attempt, ``top`` is not empty, or the move failed.
+    Returns the names that are now in ``top``, each with its state or, if the move changed the state, ``None``; and the other
+    names of the archive. Returns ``None`` if the whole archive must be unpacked: there is no such attempt,
+    ``top`` is not empty, or the move failed.
     """
     if os.path.lexists(top) and (os.path.islink(top) or not os.path.isdir(top) or os.listdir(top)):
         return None  # other files were placed there, or an earlier try was interrupted
@@ -173,7 +174,9 @@ def is_in_output(directory: str, path: str) -> bool:
 
 
 def _is_linked(directory: str, top: str, states: Dict[str, State]) -> bool:
-    """Return whether a link of the task leads, or may lead, to a recorded file or directory below ``top``.
+    """Return whether a link in the attempt's ``directory`` leads to a recorded file or directory below ``top``.
+
+    Also returns true if the directory has too many entries to search.
 
     The output may contain such links, and is transferred with the contents of the files that they lead to.
     """

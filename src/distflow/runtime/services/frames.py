@@ -1,4 +1,4 @@
-"""The submitter at the other end of a service, and the transfer format of blobs.
+"""The submitter, which is the program that started a service on a node, and the transfer format of blobs.
 
 A blob is sent in frames of at most 1 MiB. A frame is compressed if that is likely to save more than 10%. The receiver writes
 the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``
@@ -99,8 +99,9 @@ def receive(
 
     ``send`` gets the message with the number of bytes that were received before. Then the remaining bytes are read. Data of an
     interrupted transfer is kept, and the next call continues after it. ``on_progress`` gets the number of received bytes,
-    including earlier ones. ``is_here`` returns whether a path is the complete blob of a size. Raises ``damaged``,
-    ``bad_request`` for an invalid frame, errors that the sender reports, and ``OSError`` if the blob cannot be written.
+    including earlier ones. ``is_here`` returns whether a path is the complete blob of a size. Raises
+    ``OpError``: ``damaged``, ``bad_request`` for an invalid frame, or the sender's error. Raises ``OSError`` if the blob cannot
+    be written.
     """
     if is_here(path, size):
         send({"at": size})
@@ -151,7 +152,10 @@ def _error_of(data: bytes) -> OpError:
 
 
 def read_frame(source: Source) -> Optional[bytes]:
-    """Return a frame's uncompressed content; None at the end of the stream. Raises ``OpError`` for error and invalid frames."""
+    """Return a frame's uncompressed content; None at the end of the stream.
+
+    Raises ``OpError`` for an invalid frame, or the error in the frame.
+    """
     head = source.read(FRAME.size)
     if len(head) < FRAME.size:
         return None

@@ -11,8 +11,8 @@ other users cannot occupy the name, and nothing remains in a file system. Both s
 same user. A relay (``relay.py``) connects and sends the command with descriptors for its standard input, output and errors. The
 reply is the command's exit code.
 
-On engines that may end processes without a signal, such as Ray's actors, the command is ``tied``, which ends with its standard
-input.
+If the parent of this program may be killed without a signal to this program, as a Ray actor may, the command is ``tied``, which
+ends with its standard input.
 """
 
 from __future__ import annotations

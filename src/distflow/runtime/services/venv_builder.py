@@ -4,9 +4,9 @@ Two processes hold the lock of the environment: a worker builds the environment,
 that the worker leaves.
 
 Standard input: a line ``{"venv", "file", "lines", "constraints", "env", "path_prepend", "shell_prelude", "limit_s"}``, where
-``venv`` is the digest of the requirements. Standard output: lines ``{"building": text, "seconds": n}`` every two seconds, then
-``{"built": tool, "seconds": n}``, where ``tool`` is empty if the environment already existed, or ``{"error": {"kind",
-"message"}}``. See docs/agent-protocol.md.
+``venv`` is the digest of the requirements and of the variables ``PIP_…`` and ``UV_…``. Standard output: lines
+``{"building": text, "seconds": n}`` every two seconds, then ``{"built": tool, "seconds": n}``, where ``tool`` is empty if the
+environment already existed, or ``{"error": {"kind", "message"}}``. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations

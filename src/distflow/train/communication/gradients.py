@@ -51,7 +51,7 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
     if how == "fp16":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
     elif how == "bf16":
-        # torch's own hook refuses every backend but NCCL and XCCL.
+        # DDP refuses torch's own hook if torch has neither NCCL nor XCCL.
         own = dist.get_backend(group) not in ("nccl", "xccl")
         model.register_comm_hook(group, _in_bfloat16 if own else default_hooks.bf16_compress_hook)
     elif how == "powersgd":
@@ -62,7 +62,7 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
 
 
 def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, sent as bfloat16; on every backend, unlike torch's own hook."""
+    """Average a bucket of gradients over the ranks, sent as bfloat16, also if torch has neither NCCL nor XCCL."""
     gradients = bucket.buffer()
     work = dist.all_reduce(gradients.to(torch.bfloat16).div_(state.size()), group=state, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
@@ -120,7 +120,7 @@ def local_sgd(
 
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
-    # The averager counts from 0 and averages in its first step after the warm-up. That must be the ``every``-th step.
+    # The averager counts from 0 and averages in its first step after its warm-up: the ``every``-th step after ``warmup_steps``.
     averager = PeriodicModelAverager(period=every, warmup_steps=warmup_steps + every - 1, process_group=model.process_group)
     model.register_comm_hook((averager, warmup_steps), _until_apart)
     _averagers[model.module] = averager
@@ -192,7 +192,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Return the tensors in buckets of one dtype and device, of about ``limit`` bytes or less."""
+    """Return the tensors in buckets of one dtype and device, each closed once it has ``limit`` bytes."""
     closed: list[list[torch.Tensor]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

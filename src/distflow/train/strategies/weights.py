@@ -47,7 +47,7 @@ def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
 def load_weights(model: nn.Module, directory: str | Path) -> None:
     """Read this rank's parts of a model from safetensors files, and convert them to its dtypes. Collective.
 
-    Raises ``ValueError`` if shapes differ.
+    Raises ``ValueError`` if torch cannot load the files into the model, for example because shapes differ.
     """
     reader = _reader(directory)
     stored = reader.read_metadata().state_dict_metadata
