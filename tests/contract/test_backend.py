@@ -704,6 +704,20 @@ def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any
     assert node.given_back == [request.key("t")]
 
 
+def test_a_node_that_was_allocated_with_too_few_gpus_refuses() -> None:
+    seen: list[Observation] = []
+
+    class Small:
+        node = Node(name="n", host="n", root="/r", python="python3")
+        granted_gpus = (0, 1)
+
+    request = LeaseRequest(workflow="w", group="g", attempt=0, nodes={"t": "n"}, gpus={"t": 4}, master="t")
+    GangLease(request, {"n": Small()}, seen.append).begin()  # type: ignore[dict-item]
+    (refused,) = seen
+    assert isinstance(refused, LeaseRefused)
+    assert "it was allocated with 2 GPUs, and the task needs 4" in str(refused)
+
+
 def _answers(bench: Bench) -> list[Observation]:
     return [one for one in bench.seen if getattr(one, "key", None) == bench.key()]
 

@@ -52,7 +52,7 @@ def test_wrong_settings_are_refused(cli: Cli) -> None:
         ("--python", "-c", "--python `-c` is not a path or a name"),
         ("--env", "1A=x", "--env `1A` is not of the form NAME=VALUE"),
         ("--env", "MASTER_PORT=x", "--env: error: one: MASTER_PORT: x: the port must be a number"),
-        ("--env", "SECRET", "--env `SECRET` is not of the form NAME=VALUE"),
+        ("--env", "SECRET", "--env `SECRET` is not of the form NAME=VALUE\nwrite SECRET=value\n"),
     ):
         done = cli.run("workflow", "submit", cli.spec(SPEC), option, value)
         assert (done.code, done.out) == (2, "")

@@ -78,9 +78,8 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     # One for each task; another task has its own.
     done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
     assert done.code == 2
-    assert (
-        f"a background copy to main of {workflow} is already running\nstop it first: distflow workflow rsync stop" in done.err
-    )
+    message, hint = f"a background copy to main of {workflow} is already running", "stop it first: distflow workflow rsync stop"
+    assert f"{message}\n{hint} {workflow} --task main\n" in done.err
     assert place.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
     await_text(work_of(place, "helper") / "own" / "train.py", "second")
     wait_until(lambda: sum(one["last_synced"] is not None for one in status(place)) == 2, 60)

@@ -91,7 +91,7 @@ def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
     too_odd, by_name = found["errors"]
     assert "pad sequences of 7 to a multiple of the 2 ranks" in too_odd
-    assert "Block has 0 positional arguments, but needs one" in by_name
+    assert "Block got 0 positional arguments, but needs one" in by_name
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "sequences"), (4, "sequences × shards"), (4, "sequences × tp")])

@@ -169,7 +169,7 @@ def _worst_error(results: Sequence[Reaped], commands: Sequence[str], ids: Mappin
         for left in one.found:
             if left.error:
                 what = left.name if left.pid is None else f"{left.name} (pid {left.pid})"
-                return NodeError(one.node, f"{what} is still running: {replace_uuids(left.error, ids)}")
+                return NodeError(one.node, f"{what} remains: {replace_uuids(left.error, ids)}")
     return None
 
 

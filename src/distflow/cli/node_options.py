@@ -59,7 +59,11 @@ def parse_node_settings(
     for item in env or ():
         name, equals, value = item.partition("=")
         if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            hint = "a name has letters, digits and `_`, and does not begin with a digit"
+            hint = (
+                "a name has letters, digits and `_`, and does not begin with a digit"
+                if equals or not name
+                else f"write {name}=value"
+            )
             raise InputError(f"--env `{name}` is not of the form NAME=VALUE", hint=hint)
         variables[name] = value
     requirements = None

@@ -97,11 +97,15 @@ def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_prog
 def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> OutputSource:
     """Return the location of a task's output: the node where the task ran, even if restarts have kept its group since then.
 
-    Raises ``InputError`` if the task never ran.
+    Raises ``InputError`` if this attempt of the task has not run.
     """
     shown = f"{task.name} of {group.kept.id if group.kept else record.id}"
     if task.node is None or task.output_dir is None:
-        raise InputError(f"{shown} never ran, so it has no output", hint=f"details: distflow workflow query {record.id}")
+        if not task.attempt:
+            raise InputError(f"{shown} never ran, so it has no output", hint=f"details: distflow workflow query {record.id}")
+        fetch = f"distflow workflow fetch {record.id} --task {task.name} --retry-id {task.attempt - 1}"
+        message = f"attempt {task.attempt} of {shown} has not run, so it has no output"
+        raise InputError(message, hint=f"to copy the output of the attempt before it: {fetch}")
     uuid = group.kept.uuid if group.kept else record.uuid
     attempt = attempt_name(uuid, group.name, task.name, task.attempt)
     return OutputSource(shown=shown, attempt=attempt, pool=client.store.pool(uuid), node=task.node)

@@ -101,7 +101,9 @@ class _Reader:
             hint = "download the file, and include the copy"
             self.problems.append(Problem(where=where, message="a URL cannot be included: its content may change", hint=hint))
         elif os.path.realpath(inner) in above:
-            self.problems.append(Problem(where=where, message=f"`{named}` includes itself", hint="remove this line"))
+            self.problems.append(
+                Problem(where=where, message=f"including `{named}` here makes a cycle", hint="remove this line")
+            )
         elif self._included >= _MOST_INCLUDED:
             self.problems.append(
                 Problem(where=where, message=f"more than {_MOST_INCLUDED} files are included", hint="merge some of them")

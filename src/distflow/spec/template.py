@@ -3,8 +3,8 @@
 The steps follow OSMO. ``default-values``, which begins at column 0, is removed from the text and is not rendered.
 It defines variables, which ``--set`` overrides, and ``--set-string`` overrides both. Tokens such as ``{{output}}`` remain
 unchanged. Comments above the first section are not rendered, unless one of them has a tag such as ``{% set x = 1 %}``. Jinja
-renders the rest in a sandbox. Files of ``localpath`` are never rendered. For a text without ``{{``, ``{%``
-and ``{#``, Jinja is not imported.
+renders the rest in a sandbox. Files of ``localpath`` are never rendered. For a text without ``{{``, ``{%`` and ``{#``,
+Jinja is not imported.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class MultiplexedChannel:
         elif kind in (hub.CONNECTED, hub.REFUSED):
             self._answer = content[:_SHOWN].decode("utf-8", "replace")
         else:
-            raise ValueError(f"an unknown message ({kind})")
+            raise ValueError(f"unknown kind {kind}")
         if self._is_over:
             self._connection.forget(self._number)
         self._changed.notify_all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.cleanup import Recalled
+from distflow.backends.machines.cleanup import Leftover, Recalled
 from distflow.cli.app import run
 from distflow.client.adoption import Adoption
 from distflow.client.nodes import Cleaned, PoolNode, Reaped
@@ -75,6 +75,15 @@ def test_jobs_of_a_pool_are_not_a_node(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [Reaped(node="cluster", error="squeue failed")])
     assert run(["node", "reap"]) == 3
     assert capsys.readouterr().err == "error: cluster: squeue failed\ndetails: distflow pool check --pool cluster\n"
+
+
+@pytest.mark.usefixtures("folder")
+def test_leftovers_that_remain_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    left = Leftover(pid=None, name="docker x", attempt="w/g/t/0", why="ended", is_ours=True, error="permission denied")
+    monkeypatch.setattr("distflow.cli.node.reap_nodes", lambda nodes, **_: [Reaped(node=nodes[0][1].name, found=(left,))])
+    monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [])
+    assert run(["node", "reap", "--pool", "idle"]) == 3
+    assert capsys.readouterr().err == "error: here: docker x remains: permission denied\n"
 
 
 @pytest.mark.usefixtures("screen")

@@ -6,8 +6,10 @@ import pytest
 
 from distflow.cli.app import run
 from distflow.client.outputs import OutputFile, TaskOutputs
+from distflow.lifecycle.states import State
+from distflow.structs import replace
 from unit.cli.screen import Screen
-from unit.state.stored import submit, workflow
+from unit.state.stored import completed_group, submit, task, workflow
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,24 @@ def test_the_suggestion_without_files_keeps_the_chosen_attempt(
     monkeypatch.setattr("distflow.cli.workflow.outputs.list_output_files", lambda *_, **__: ())
     assert run(["workflow", "outputs", record.id, "-r", "1"]) == 0
     assert capsys.readouterr().err.endswith(f"directories: distflow workflow outputs {record.id} --workdir --retry-id 1\n")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message", "hint"),
+    [
+        (0, "worker of {id} never ran", "details: distflow workflow query {id}"),
+        (
+            1,
+            "attempt 1 of worker of {id} has not run",
+            "to copy the output of the attempt before it: distflow workflow fetch {id} --task worker --retry-id 0",
+        ),
+    ],
+)
+def test_the_output_of_an_attempt_that_has_not_run_is_an_error(
+    screen: Screen, capsys: pytest.CaptureFixture[str], attempt: int, message: str, hint: str
+) -> None:
+    waiting = task("worker", State.CANCELED, node=None, attempt=attempt)
+    record = submit(screen.store, workflow([replace(completed_group(), tasks=(waiting,))]))
+    assert run(["workflow", "outputs", record.id, "--task", "worker"]) == 2
+    text = f"error: {message}, so it has no output\n{hint}\n".format(id=record.id)
+    assert capsys.readouterr().err == text

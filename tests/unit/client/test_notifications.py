@@ -285,7 +285,7 @@ def test_broken_apprise_or_a_bug_does_not_delay_other_notifications(
     send_notices(client)
     (outcome,) = outcomes(client, bug)
     assert outcome == NotificationFailed(
-        on="failed", target=NotifyTarget(url=receiver.url).label, error="unexpected error: ZeroDivisionError"
+        on="failed", target=NotifyTarget(url=receiver.url).label, error="a bug in distflow: ZeroDivisionError"
     )
     assert not client.store.has_notices()
 

@@ -53,7 +53,7 @@ def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> Non
         ("own-1.0-py3-none-any.whl", "`own-1.0-py3-none-any.whl` is a file of this machine"),
         ("own @ file:wheels/own.whl", "`file:wheels/own.whl` is a file of this machine"),
         ("--find-links wheels", "`wheels` is a file of this machine"),
-        ("-r requirements.txt", "`requirements.txt` includes itself"),
+        ("-r requirements.txt", "including `requirements.txt` here makes a cycle"),
         ("-r https://host/base.txt", "a URL cannot be included"),
         ("-c missing.txt", "the file does not exist"),
         ("--index-url https://user:secret@host/simple", "the URL contains a password"),

@@ -89,3 +89,12 @@ def test_an_error_frame_that_cannot_be_decoded_is_an_error(content: bytes) -> No
     result, _, _ = received(framed(ERROR, content), len(DATA))
     assert isinstance(result, OpError)
     assert result.kind == "bad_request"
+
+
+@pytest.mark.parametrize(
+    ("data", "detail"), [(b"y" * len(DATA), "wrong checksum"), (DATA + b"y", f"{len(DATA) + 1} bytes instead of {len(DATA)}")]
+)
+def test_a_damaged_blob_is_described(data: bytes, detail: str) -> None:
+    result, _, _ = received(framed(RAW, data), len(DATA))
+    assert isinstance(result, OpError)
+    assert (result.kind, result.message) == ("damaged", f"the received blob is damaged: {detail}")

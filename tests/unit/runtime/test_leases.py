@@ -223,6 +223,15 @@ def test_shared_locks_of_another_user_do_not_block_an_agent(
         assert caught.value.kind == "busy"
 
 
+def test_a_port_in_use_is_named_with_its_holder(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fd, _ = lease_files.lock(directory, "port-7.lock", {"user": "ada", "attempt": "w/g/t/0", "pid": os.getpid()})
+    monkeypatch.setattr(node_leases, "_bind", lambda _: [os.dup(fd)])
+    monkeypatch.setattr(node_leases, "_port_of", lambda _: 7)
+    with pytest.raises(OpError, match=r"^no free port was found. The last one is in use by .*ada"):
+        node_leases.take(str(tmp_path / "leases"), 0, [], "any", {})
+    os.close(fd)
+
+
 def test_lock_file_that_cannot_be_created_is_the_reason_that_nothing_is_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,9 +39,8 @@ class GangLease:
         for task, node in request.nodes.items():
             wanted, granted = request.gpus.get(task, 0), self._connections[node].granted_gpus
             if granted is not None and len(granted) < wanted:
-                self._answered(
-                    task, AgentError(node, "too_few", f"it was allocated with {len(granted)} of {count_text(wanted, 'GPU')}")
-                )
+                message = f"it was allocated with {count_text(len(granted), 'GPU')}, and the task needs {wanted}"
+                self._answered(task, AgentError(node, "too_few", message))
                 continue
             self._connections[node].send(
                 "lease",

@@ -146,7 +146,7 @@ class _Sender:
             except DistflowError as error:
                 self._record(notice, label, error.message)
             except Exception as error:  # noqa: BLE001  a bug must not keep this notification, and all later ones, pending
-                self._record(notice, label, f"unexpected error: {type(error).__name__}")
+                self._record(notice, label, f"a bug in distflow: {type(error).__name__}")
             else:
                 # Count the delivery before it begins. Otherwise, a full disk could make the same notification arrive forever.
                 if self._client.store.count_delivery(notice) > _MOST_DELIVERIES:
@@ -177,7 +177,7 @@ class _Sender:
         except NotifyError as error:
             self._outcomes.put((delivery, error))
         except Exception as error:  # noqa: BLE001  a bug must not leave the notification pending forever
-            self._outcomes.put((delivery, NotifyError(f"unexpected error: {type(error).__name__}")))
+            self._outcomes.put((delivery, NotifyError(f"a bug in distflow: {type(error).__name__}")))
         else:
             self._outcomes.put((delivery, None))
 

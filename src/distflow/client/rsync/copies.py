@@ -318,7 +318,7 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
     # The process outlives this one, and init reaps it. Without a return code, Python would issue a ResourceWarning.
     process.returncode = 0
     if answer == b"other":
-        hint = f"stop it first: distflow workflow rsync stop {wanted.workflow_id}"
+        hint = f"stop it first: distflow workflow rsync stop {wanted.workflow_id} --task {wanted.task}"
         raise InputError(f"a background copy to {wanted.task} of {wanted.workflow_id} is already running", hint=hint)
     if answer != b"ready":
         raise SupervisorError("the background copy did not start", hint=f"its log: {log}")

@@ -143,7 +143,9 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
     if claimed is not None and isinstance(claimed.value, list) and claimed.value != list(sizes):
         wanted = _ranks(claimed.value)
         hint = "write one task for each node, with `ranks:` of these sizes"
-        draft.add(claimed.path, f"`{claimed.path[-1]}` requests {wanted}, but the group has {_ranks(sizes)}", hint)
+        is_product = claimed.path[-1] == "gpus_per_node"
+        keys = "`num_nodes` and `gpus_per_node` request" if is_product else f"`{claimed.path[-1]}` requests"
+        draft.add(claimed.path, f"{keys} {wanted}, but the group has {_ranks(sizes)}", hint)
 
 
 def _placement(draft: Draft, sizes: Sequence[int]) -> None:

@@ -45,8 +45,8 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
     """Move the unchanged files of an ended attempt with the same archive to the new directory ``top``.
 
     Returns the names that are now in ``top``, each with its state or, if the move changed the state, ``None``; and the other
-    names of the archive. Returns ``None`` if the whole archive must be unpacked: there is no such attempt,
-    ``top`` is not empty, or the move failed.
+    names of the archive. Returns ``None`` if the whole archive must be unpacked: there is no such attempt, ``top`` is not
+    empty, or the move failed.
     """
     if os.path.lexists(top) and (os.path.islink(top) or not os.path.isdir(top) or os.listdir(top)):
         return None  # other files were placed there, or an earlier try was interrupted

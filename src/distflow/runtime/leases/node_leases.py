@@ -159,8 +159,11 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                 return number, held, sockets
             for fd in sockets:
                 os.close(fd)
-        last = ". The last one could not be leased: {}".format(why) if why else ""
-        raise OpError("port_taken", "no free port was found" + last)
+        if not why:
+            raise OpError("port_taken", "no free port was found")
+        is_held = read_held(directory, "port-{}.lock".format(number)) is not None
+        text = "no free port was found. The last one " + ("is in use by {}" if is_held else "could not be leased: {}")
+        raise OpError("port_taken", text.format(why))
     number, name = int(port), "port-{}.lock".format(int(port))
     held, why = lock(directory, name, holder)
     if held < 0:

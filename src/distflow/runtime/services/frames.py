@@ -137,7 +137,8 @@ def receive(
         raise
     if at != size or digest.hexdigest() != name:
         part.drop()
-        raise OpError("damaged", "the received blob is damaged: {} of {} bytes, wrong checksum".format(at, size))
+        detail = "wrong checksum" if at == size else "{} bytes instead of {}".format(at, size)
+        raise OpError("damaged", "the received blob is damaged: {}".format(detail))
     part.finish()
     return True
 

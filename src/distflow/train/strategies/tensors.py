@@ -165,7 +165,7 @@ def _divide_sequence(
     def check(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if len(inputs) != 1:
             raise ValueError(
-                f"sequence_parallel: {type(layer).__name__} has {len(inputs)} positional arguments, but needs one, of shape "
+                f"sequence_parallel: {type(layer).__name__} got {len(inputs)} positional arguments, but needs one, of shape "
                 "(batch, time, …): pass the other arguments by name"
             )
         if (length := inputs[0].shape[1]) % mesh.size():

@@ -535,6 +535,7 @@ def test_all_measurements_are_in_the_json_output() -> None:
         ({"limits": {"nofile": 1024, "nproc": 100, "memlock": None}}, "limits", "may have only 100 processes and threads"),
         ({"limits": {"memlock": 1 << 26}, "has_rdma": True}, "limits", "may lock only 0.1 GiB of memory"),
         ({"xids": ["NVRM: Xid (PCI:0000:3b:00): 79"]}, "gpus", "1 GPU error in its kernel's log, the last: NVRM: Xid"),
+        ({"xids": ["NVRM: Xid (PCI:0000:3b:00): 79"] * 8}, "gpus", "8 or more GPU errors in its kernel's log"),
     ],
 )
 def test_problems_for_training_are_warnings(changes: dict[str, Any], about: str, words: str) -> None:

@@ -468,7 +468,7 @@ def main(address: str) -> None:
         try:
             send({"answer": function(**request["with"])})
         except NotPossible as error:
-            send({"kind": "refused", "error": _short(error)})
+            send({"kind": "refused", "error": str(error).strip()[:2000]})
         except Exception as error:  # noqa: BLE001  the next request may succeed
             send({"kind": "failed", "error": _short(error)})
 

@@ -146,10 +146,8 @@ class RayEngine:
             with self._state:
                 endpoint = self._endpoints.get(key)
             if endpoint is None:
-                reason = f" ({state.message})" if isinstance(state, Over) else ""
-                raise NodeUnreachable(
-                    node_name(host, allocation_id), f"placement group {allocation_id} does not include this node{reason}"
-                )
+                reason = f"placement group {allocation_id} does not include this node"
+                raise NodeUnreachable(node_name(host, allocation_id), state.message if isinstance(state, Over) else reason)
         return endpoint
 
 

@@ -40,6 +40,8 @@ _LEAST_MEMORY = 1 << 30
 _LEAST_MEMORY_PART = 0.05
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
+_MOST_XIDS = 8
+"""The maximum number of GPU errors that a node reports (``kernel_log.gpu_errors``)."""
 _FEW = 5
 
 
@@ -393,7 +395,8 @@ def _gpu_health(measured: Measured) -> Iterator[Finding]:
         yield warning("gpus", names, message, "reset the GPU or reboot; if the errors return, replace the GPU")
     xids = measured.probe.get("xids") or []
     if xids:
-        message = f"{count(len(xids), 'GPU error')} in its kernel's log, the last: {xids[-1]}"
+        errors = f"{_MOST_XIDS} or more GPU errors" if len(xids) >= _MOST_XIDS else count(len(xids), "GPU error")
+        message = f"{errors} in its kernel's log, the last: {xids[-1]}"
         yield warning("gpus", names, message, "NVIDIA's list of Xid errors explains the number after `Xid`")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,40 @@ def test_other_malformed_answers_are_errors(python: Given) -> None:
         with pytest.raises(NodeUnreachable, match="cannot read Ray"):
             ask(one)
         one.close()
+
+
+def test_the_end_of_an_allocation_is_the_reason_that_a_node_is_not_reached(python: Given) -> None:
+    one = engine(python(READY, '{"answer": {"states": {"abc": null}, "nodes": []}}', '{"answer": null}'))
+    with pytest.raises(NodeUnreachable) as caught:
+        one.transport("abc", "gpu1_0").open(["true"])
+    assert caught.value.message == ("gpu1_0@abc: Ray no longer knows placement group abc; its head may have been restarted")
+    one.close()
+
+
+REFUSES = """
+from distflow.backends.allocated.ray import cluster_program
+
+class Cluster:
+    def __init__(self, address):
+        pass
+
+    def about(self):
+        return {}
+
+    def request(self):
+        raise cluster_program.NotPossible("bundles must not be empty")
+
+cluster_program.Cluster = Cluster
+cluster_program.main("auto")
+"""
+
+
+def test_a_refusal_has_only_the_words_of_ray() -> None:
+    child = subprocess.Popen([sys.executable, "-c", REFUSES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write('{"do": "request", "with": {}}\n')
+        child.stdin.flush()
+        child.stdout.readline()
+        assert json.loads(child.stdout.readline()) == {"kind": "refused", "error": "bundles must not be empty"}
