@@ -124,7 +124,7 @@ def test_failed_copies_are_reported(place: Cli) -> None:
 
     (place.folder / "file").write_text("x")
     with running(place) as workflow:
-        assert "nothing does not exist on this machine" in refused("upload", workflow, "nothing:x")
+        assert "`nothing` does not exist on this machine" in refused("upload", workflow, "nothing:x")
         assert "`file` is not of the form LOCAL:REMOTE" in refused("upload", workflow, "file")
         assert "`:x` is not of the form REMOTE:LOCAL" in refused("download", workflow, ":x")
         assert "did you mean `helper`?" in refused("upload", workflow, "helpre", "file:x")

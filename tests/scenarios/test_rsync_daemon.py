@@ -127,7 +127,7 @@ def test_submit_copies_from_when_the_lead_runs_also_to_its_next_attempt(cli: Cli
     path = cli.spec(RETRIED.replace("GO", str(cli.folder / "go")))
     done = cli.run("workflow", "submit", path, "--rsync", "nothing:src")
     assert (done.code, done.out) == (2, "")
-    assert "nothing does not exist on this machine" in done.err
+    assert "`nothing` does not exist on this machine" in done.err
     # Both attempts wait for the file, each in a directory of its own.
     done = cli.run("workflow", "submit", path, "--rsync", "src/:/osmo/run/workspace/given", "--wait")
     assert done.code == 0, done.err

@@ -186,7 +186,7 @@ def _read(key: str, path: str) -> str:
         raise InputError(f"--payload-file {key}: the file cannot be read: {error.strerror}", hint=hint) from None
     except RuntimeError:
         hint = "write the whole path"
-        raise InputError(f"--payload-file {key}: the home directory of `~` is unknown", hint=hint) from None
+        raise InputError(f"--payload-file {key}: the home directory in the path is unknown", hint=hint) from None
     except UnicodeDecodeError:
         hint = "encode it with base64, and decode it in the task"
         raise InputError(f"--payload-file {key}: the value is not valid UTF-8 text", hint=hint) from None

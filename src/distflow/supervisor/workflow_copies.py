@@ -98,7 +98,7 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
 
 
 def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
-    """Return the URLs that a workflow writes to: first those that this machine writes, never a node; then all others.
+    """Return the URLs that a workflow writes to: first those that only this machine writes to, then all others.
 
     The former are ``file://`` and ``sftp://`` URLs, and URLs that cannot be parsed.
     """

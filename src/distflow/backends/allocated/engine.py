@@ -136,7 +136,7 @@ class Over:
     is_failure: bool = False
     """Whether distflow's programs on the nodes failed, so that another allocation would fail too."""
     may_be_late: bool = False
-    """Whether its programs may have ended before the event in ``reason``, so that recorded ends of attempts are read first."""
+    """Whether tasks may have ended before the event in ``reason``: recorded ends of attempts are then looked up first."""
 
 
 AllocationState = Queued | Granted | Over
@@ -191,8 +191,8 @@ class Engine(Protocol):
     def allocations(self) -> Mapping[str, Allocation]:
         """Return all allocations that carry a marker and have not ended, by id.
 
-        They belong to this user on Slurm. Kubernetes returns those of the whole namespace, also with ended pods, and Ray those
-        of the whole cluster.
+        They belong to this user on Slurm. Kubernetes returns those of the whole namespace, including those whose pods have
+        ended, and Ray those of the whole cluster.
         """
         ...
 
@@ -230,7 +230,7 @@ def node_name(host: str, allocation_id: str) -> str:
 
 
 def host_of(name: str) -> tuple[str, str]:
-    """Return host and allocation id of an allocated node's name. Raises ``ValueError`` if ``name`` is another name."""
+    """Return host and allocation id of an allocated node's name. Raises ``ValueError`` for a name of another form."""
     host, mark, allocation_id = name.rpartition("@")
     if not mark or not host or not allocation_id:
         raise ValueError(f"{name!r} is not the name of an allocated node")

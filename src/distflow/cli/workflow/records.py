@@ -45,7 +45,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Follow the logs until the workflow has ended and they are complete.")
     ] = False,
     last: Annotated[
-        int | None, typer.Option("-n", min=0, metavar="LINES", help="Start with only this number of last lines.")
+        int | None, typer.Option("-n", min=0, metavar="LINES", help="Print only the last LINES lines, and those that follow.")
     ] = None,
     attempt: AttemptOption = None,
     error: Annotated[

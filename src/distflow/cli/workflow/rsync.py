@@ -220,7 +220,7 @@ def split_local(pair: str) -> tuple[str, str]:
     """Return the paths of LOCAL:REMOTE in rsync's syntax. Raises ``InputError``, also if LOCAL does not exist."""
     local, remote = split_pair(pair, "LOCAL:REMOTE")
     if not os.path.lexists(local):
-        raise InputError(f"{local} does not exist on this machine")
+        raise InputError(f"`{local}` does not exist on this machine")
     return local_path(local), remote_path(remote)
 
 

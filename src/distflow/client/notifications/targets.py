@@ -147,8 +147,10 @@ def url_of(client: Client, target: NotifyTarget, *, is_quick: bool = False) -> s
         raise NotFound(f"this machine has no credential `{target.credential}`", hint=f"{near}set it: `{set_it}`")
     values = tuple(found.payload.values()) if len(found.payload) == 1 else (found.payload.get(_URL_KEY),)
     if found.type is not CredentialType.GENERIC or values[0] is None:
-        command = f"distflow credential delete {target.credential} && {set_it}"
-        raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=f"set it again: `{command}`")
+        hint = (
+            f"name another credential, or replace all its values: `distflow credential delete {target.credential} && {set_it}`"
+        )
+        raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=hint)
     url = values[0].reveal().strip()
     _check_url(target.credential, url, is_quick)
     return url

@@ -189,8 +189,8 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     if style == "colwise" and (last.lower() in FUSED or tripled):
         raise ValueError(
             f"tensor parallelism: {name} seems to hold several matrices at once (such as query, key and value), which a cut by "
-            "columns would mix: make them layers of their own (q_proj, k_proj, v_proj; or up_proj for a single one), or leave "
-            "this layer and the one after it out of the plan"
+            "columns would mix: split it into layers (q_proj, k_proj, v_proj), rename it to up_proj if it is one matrix, or "
+            "leave this layer and the one after it out of the plan"
         )
     what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % ranks:

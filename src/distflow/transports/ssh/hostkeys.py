@@ -155,7 +155,7 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
             ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"], input=line.encode(), capture_output=True, check=False, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {error}") from error
+        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot be run: {error}") from error
     if done.returncode not in (0, 1):
         reason = done.stderr.decode("utf-8", "replace").strip()
         raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {reason}")

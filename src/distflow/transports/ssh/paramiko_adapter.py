@@ -83,7 +83,7 @@ class PatchedTransport(paramiko.Transport):
 
     1. Within ``on_behalf_of(channel)``, nothing is sent after the channel has been closed. paramiko builds a message under the
        channel's lock and sends it later, and sshd closes the connection when data arrives for a closed channel (issue 1115).
-    2. During a key exchange its own thread never waits to send, because only this thread can finish the exchange (issue 822).
+    2. During a key exchange the transport's thread never waits to send, as only it can finish the exchange (issue 822).
     3. A command that a signal ended has an exit code; paramiko ignores ``exit-signal`` (issue 598).
     4. ``disconnect_reason`` keeps the server's reason for a disconnect; paramiko only logs it.
     """

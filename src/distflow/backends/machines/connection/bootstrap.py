@@ -418,7 +418,7 @@ _OWN_ROOT = "set `root:` of the node or its pool to a directory of your own"
 _REFUSED = {
     "owner": (
         "{at} belongs to {owner} (mode {mode}), who could replace {user}'s programs there",
-        f"{_OWN_ROOT}, or let {{owner}} or root change its owner (`chown -R {{user}} {{at}}`)",
+        f"{_OWN_ROOT}, or let root change its owner (`chown -R {{user}} {{at}}`)",
     ),
     "writable": (
         "{at} is writable by other users (mode {mode}), who could replace {user}'s programs there",
@@ -464,7 +464,7 @@ def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
     if number in _DENIED:
         what = f"distflow's directory {root} cannot be used by {user or 'this user'}: {at or field('path')}"
         if owner and owner != user:
-            remedy = f"let {owner} or root change its owner (`chown -R {user} {at}`)" if at.startswith(root) else ""
+            remedy = f"let root change its owner (`chown -R {user} {at}`)" if at.startswith(root) else ""
             return f"{what} belongs to {owner} (mode {field('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
         return f"{what} is not writable (mode {field('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
     if number == errno.ENOENT:

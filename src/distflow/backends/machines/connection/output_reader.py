@@ -170,7 +170,7 @@ class OutputReader:
                     _make_link(folder, file, counts, known)
                     counts.finished.add(file.name)
         except OSError as error:
-            raise StorageError(f"{error.filename or folder}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write {error.filename or folder}: {error.strerror or error}") from error
         except OpError as error:
             raise AgentError(self._node, error.kind, error.message) from error
         finally:
