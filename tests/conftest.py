@@ -51,8 +51,8 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Three for each core: most of the long tests wait for other processes."""
-    return 3 * len(os.sched_getaffinity(0))
+    """Two for each core, because most of the long tests wait for other processes, and one for Kubernetes, which waits more."""
+    return 2 * len(os.sched_getaffinity(0)) + 1
 
 
 _LONG = (
