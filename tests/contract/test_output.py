@@ -70,7 +70,8 @@ os.kill(os.getpid(), 9)
 def test_output_that_somebody_redirected_stays_where_it_is(node: NodeUnderTest) -> None:
     link = node.connect()
     script = f'{PYTHON} -c "$0" "$1" > only.txt; cat only.txt'
-    worker = 'import os, sys; print("out", os.environ["RANK"]); print("err", file=sys.stderr)'
+    # Without a buffer, `print` writes each word by itself, and the ranks write to the same file.
+    worker = 'import os, sys; os.write(1, b"out %s\\n" % os.environb[b"RANK"]); print("err", file=sys.stderr)'
     attempt = node.start(link, ["sh", "-c", script, LAUNCHER, worker], ranks=[4, 2])
     node.end(attempt)
     lines = lines_of(node, attempt)
