@@ -261,16 +261,19 @@ def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine
         assert any("/manifests/" in path for path in registry.served)
         # Nothing of it stays on the node, as it is or as logins are written.
         words = (b"canary-pa55word", base64.b64encode(f"{user or '$oauthtoken'}:canary-pa55word".encode()))
-        memory = Path(f"/dev/shm/distflow-{os.getuid()}")
-        places = [cli.root, cli.folder / ".docker", cli.folder / ".config", memory, engine.folder / "client"]
-        # Another test on this machine may use the same password in memory at this moment.
+        places = [cli.root, cli.folder / ".docker", cli.folder / ".config", Path("/dev/shm"), engine.folder / "client"]
+        # Another test on this machine may use the same password in /dev/shm at this moment.
         wait_until(lambda: not _files_with(words, places), 60, "nothing of it is left")
         engine.run("rmi", "--force", registry.image)
 
 
 def _files_with(words: Sequence[bytes], places: Sequence[Path]) -> list[Path]:
+    """Return the files below these places that contain one of the words, without the directories of tests in ``/dev/shm``."""
     found = []
-    for path in (Path(folder, name) for place in places for folder, _, names in os.walk(place) for name in names):
-        with suppress(FileNotFoundError):
-            found += [path] if path.is_file() and any(word in path.read_bytes() for word in words) else []
+    for place in places:
+        for folder, folders, names in os.walk(place):
+            folders[:] = [name for name in folders if not name.startswith("pytest-of-")]
+            for path in (Path(folder, name) for name in names):
+                with suppress(FileNotFoundError):
+                    found += [path] if path.is_file() and any(word in path.read_bytes() for word in words) else []
     return found

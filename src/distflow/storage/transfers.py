@@ -39,6 +39,7 @@ __all__ = ["TransferResult", "delete", "download", "find", "find_removable", "up
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+_UNCHANGED = "do not change it during the upload"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,13 +302,13 @@ def _write(store: Store, destination: StorageUrl, one: Source, retries: Retries,
         with local_errors(one.path):
             before = one.path.lstat()
         if not stat.S_ISREG(before.st_mode):
-            raise StorageError(f"{one.path} is no longer a regular file", hint="do not change it meanwhile")
+            raise StorageError(f"{one.path} is no longer a regular file", hint=_UNCHANGED)
         store.write(destination.key, one.path, on_bytes)
         found = store.stat(destination.key)
         with local_errors(one.path):
             after = one.path.lstat()
         if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-            raise StorageError(f"{one.path} was changed during its upload to {destination}", hint="do not change it meanwhile")
+            raise StorageError(f"{one.path} was changed during its upload to {destination}", hint=_UNCHANGED)
         if found.size != before.st_size or has_content(one.path, found) is False:
             raise StorageUnreachable(f"{destination}: the stored object differs from the uploaded file")
     except BaseException:

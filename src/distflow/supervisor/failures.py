@@ -160,7 +160,7 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
 
 
 def _lacks_cause(group: GroupRecord) -> bool:
-    """Return whether the group stops because of a task whose own end is not known yet: its node told only the other tasks."""
+    """Return whether the group stops because of a task whose end only another task has reported so far."""
     return group.stop_reason is Reason.PEER_FAILED and not any(
         (task.state is State.FAILED and task.reason is not Reason.PEER_FAILED) or task.hidden_failure for task in group.tasks
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -38,9 +39,6 @@ from distflow.testing.waiting import FakeClock
 __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
 
 NO_ACTIONS, RETRY = ExitActions(), Retry()
-
-_MEMORY = Path("/dev/shm")
-"""A file system in memory, if there is one, so that tests do not wait for a disk."""
 
 
 def node(name: str, gpus: int = 8, cpus: int | None = None) -> Node:
@@ -142,7 +140,7 @@ class Driver:
         self.count = 0
         """The number of observations that the supervisor got."""
         self.log: list[str] = []
-        folder = tempfile.mkdtemp(prefix="distflow-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        folder = tempfile.mkdtemp(prefix="distflow-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.directory = StateDirectory(Path(folder))
         for made in (self.directory.blobs, self.directory.secrets, self.directory.logs):

@@ -20,13 +20,13 @@ from distflow.runtime.guard import process_tree
 from distflow.runtime.leases import gpu_users
 from distflow.runtime.wire import Json
 
-__all__ = ["Kill", "Line", "find_entries", "gpu_errors", "kills", "named_pids", "parse", "select_entries"]
+__all__ = ["MAX_LINES", "Kill", "Line", "find_entries", "gpu_errors", "kills", "named_pids", "parse", "select_entries"]
 
 _READ_ALL, _SIZE = 3, 10
 _MAX_BYTES = 4 * 1024 * 1024
 _JOURNAL_S = 0.6
 _SLACK_S = 2.0
-_MAX_LINES = 8
+MAX_LINES = 8
 _MAX_LINE = 400
 _TAIL = 16 * 1024
 
@@ -98,7 +98,7 @@ def gpu_errors() -> List[str]:
     """Return the last GPU errors since the boot, at most 8; empty if the log is not readable."""
     try:
         found = [line.text[:_MAX_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
-        return found[-_MAX_LINES:]
+        return found[-MAX_LINES:]
     except Exception:  # see `find_entries`
         return []
 
@@ -149,7 +149,7 @@ def select_entries(
     relevant = (own[0].lines if own else []) + xids
     if not relevant:
         return None
-    return {"oom_pid": own[0].pid if own else None, "lines": [text[:_MAX_LINE] for text in relevant[:_MAX_LINES]]}
+    return {"oom_pid": own[0].pid if own else None, "lines": [text[:_MAX_LINE] for text in relevant[:MAX_LINES]]}
 
 
 def named_pids(directory: str, error: Any) -> Set[int]:

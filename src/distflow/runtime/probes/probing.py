@@ -59,7 +59,10 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
 
 
 def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
-    """Return a job that runs a command in the environment of tasks, at most for ``limit_s``; an ``OpError`` is ``no_venv``."""
+    """Return a job that runs a command in the environment of tasks, at most for ``limit_s``.
+
+    Raises ``OpError`` (``no_venv``).
+    """
     argv = [str(word) for word in request["argv"]]
     launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or [], "venv": request.get("venv")}
     launch = venvs.activated(root, launch)

@@ -14,6 +14,7 @@ from distflow.backends.machines.checks.measured import Measured
 from distflow.backends.machines.checks.torch_search import torch_remedy
 from distflow.errors import BootstrapFailed, NodeError
 from distflow.runtime.files.venvs import REMEDY
+from distflow.runtime.guard.kernel_log import MAX_LINES
 from distflow.structs import replace
 
 __all__ = [
@@ -40,8 +41,6 @@ _LEAST_MEMORY = 1 << 30
 _LEAST_MEMORY_PART = 0.05
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
-_MOST_XIDS = 8
-"""The maximum number of GPU errors that a node reports (``kernel_log.gpu_errors``)."""
 _FEW = 5
 
 
@@ -395,7 +394,7 @@ def _gpu_health(measured: Measured) -> Iterator[Finding]:
         yield warning("gpus", names, message, "reset the GPU or reboot; if the errors return, replace the GPU")
     xids = measured.probe.get("xids") or []
     if xids:
-        errors = f"{_MOST_XIDS} or more GPU errors" if len(xids) >= _MOST_XIDS else count(len(xids), "GPU error")
+        errors = f"{MAX_LINES} or more GPU errors" if len(xids) >= MAX_LINES else count(len(xids), "GPU error")
         message = f"{errors} in its kernel's log, the last: {xids[-1]}"
         yield warning("gpus", names, message, "NVIDIA's list of Xid errors explains the number after `Xid`")
 
