@@ -40,7 +40,7 @@ _TASK = """    - name: tNUMBER
             echo late
             exit $code
           fi
-          sleep 0.1
+          { sleep 0.1; } 2>/dev/null  # if Slurm ends `sleep` first, the shell prints "Terminated"
         done
         echo late
 """
