@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import array
 import errno
+import glob
+import itertools
 import json
 import os
 import select
@@ -41,6 +43,8 @@ _OF_STEPS = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 """Prefixes of variables that describe the step. Commands get only ``_KEPT`` of them: MPI and JAX would use the step's ranks."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LARGEST_REQUEST = 8 * 1024 * 1024
+_MOST_PROCESSES = 100_000
+"""The number of processes below which a signal is sent at most. Otherwise, fast forks could keep the search from ending."""
 
 
 class Connection:
@@ -317,6 +321,19 @@ def _kill_children() -> None:
         os.waitpid(-1, 0)
 
 
+def _descendants(root: int) -> List[int]:
+    """Return the ids of the processes below ``root``, at most about ``_MOST_PROCESSES``."""
+    found = [root]
+    for parent in itertools.islice(found, _MOST_PROCESSES):  # `found` grows in the loop
+        for path in glob.glob("/proc/{}/task/*/children".format(parent)):
+            try:
+                with open(path, "rb") as file:
+                    found += map(int, file.read().split())
+            except OSError:
+                pass  # the thread or process has ended
+    return found[1:]
+
+
 def node(name: str, *, is_tied: bool = False) -> int:
     """Run the resident program in a child process, and kill its descendants when it ends or is killed. Returns the exit code.
 
@@ -376,12 +393,14 @@ def pod(job: str, host: str, idle_release_s: float) -> int:
     signaled = []
 
     def forward(number: int, _: object) -> None:
-        """Pass the signal on to all processes if this is the container's first process, or else to the child."""
+        """Pass the signal on to all processes of the container, or to all descendants if this is not its process 1."""
         signaled.append(number)
-        try:
-            os.kill(-1 if os.getpid() == 1 else child, number)
-        except ProcessLookupError:
-            pass
+        # In a pod with `shareProcessNamespace`, -1 would mean the processes of all containers.
+        for pid in [-1] if os.getpid() == 1 else _descendants(os.getpid()):
+            try:
+                os.kill(pid, number)
+            except (ProcessLookupError, PermissionError):
+                pass
 
     signal.signal(signal.SIGTERM, forward)
     ended = _await_end(reports, idle_release_s)
