@@ -191,3 +191,15 @@ def test_the_files_of_all_leases_are_removed_with_distflow(tmp_path: Path) -> No
     assert (leases / "claims.lock").exists()
     assert cleaning.uninstall(str(root), {"lease_dir": str(leases)})["left"] == []
     assert not leases.exists()
+
+
+def test_locks_that_remain_are_reported_with_their_holder_or_the_error(tmp_path: Path) -> None:
+    root, leases = tmp_path / "root", tmp_path / "leases"
+    root.mkdir()
+    mark(str(root))
+    held = node_leases.take(str(leases), 1, [0], None, {"user": "ada"})
+    os.mkfifo(leases / "gpu-1.lock")
+    left = cleaning.uninstall(str(root), {"lease_dir": str(leases)})["left"]
+    held.close()
+    assert f"{leases}/gpu-0.lock: it is in use by ada" in left
+    assert f"{leases}/gpu-1.lock: it cannot be locked: gpu-1.lock is not a regular file" in left

@@ -47,8 +47,8 @@ def test_reading_a_lock_does_not_prevent_locking_it(directory: int) -> None:
         reader.start()
     try:
         for _ in range(300):
-            fd, who = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
-            assert fd >= 0, who
+            fd, _, error = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+            assert fd >= 0, error
             os.close(fd)
     finally:
         is_over.set()
@@ -58,8 +58,8 @@ def test_reading_a_lock_does_not_prevent_locking_it(directory: int) -> None:
 
 def test_the_holder_of_a_lock_is_named(directory: int) -> None:
     holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
-    fd, _ = lease_files.lock(directory, PORT, holder)
-    assert lease_files.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)")
+    fd, _, _ = lease_files.lock(directory, PORT, holder)
+    assert lease_files.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)", "")
     assert lease_files.read_held(directory, PORT) == holder
     os.close(fd)
     assert lease_files.read_held(directory, PORT) is None
@@ -121,7 +121,7 @@ def survives(content: bytes) -> None:
             os.write(held[-1], content)
             fcntl.flock(held[-1], fcntl.LOCK_EX)
         try:
-            fd, words = lease_files.lock(directory, "gpu-0.lock", {})
+            fd, words, _ = lease_files.lock(directory, "gpu-0.lock", {})
             assert (fd, words.isprintable(), len(words) < 600) == (-1, True, True)
             for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
                 with contextlib.suppress(OpError):
@@ -150,7 +150,7 @@ def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: P
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_a_lock_file_that_another_user_overwrites_is_repaired(directory: int, tmp_path: Path, content: bytes) -> None:
     """All users may write to the file. The keeper writes its holder again when it starts."""
-    fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+    fd, _, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     (tmp_path / "leases" / PORT).write_bytes(content)
     holder = {"user": "me", "attempt": "a"}
     fields: dict[str, Any] = dict.fromkeys(AttemptHandles._fields)
@@ -164,17 +164,17 @@ def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_
     mine = tmp_path / "thesis.tex"
     mine.write_text("years of work")
     os.link(mine, tmp_path / "leases" / PORT)
-    fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+    fd, _, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     assert fd >= 0
     lease_files.write_holder(fd, {"user": "me"})
-    assert lease_files.lock(directory, PORT, {}) == (-1, "an unknown user")
+    assert lease_files.lock(directory, PORT, {}) == (-1, "an unknown user", "")
     assert mine.read_text() == "years of work"
     os.close(fd)
 
 
 def test_a_shorter_record_replaces_a_longer_one_completely(directory: int, tmp_path: Path) -> None:
     for name in ("a user with a long name", "me"):
-        fd, _ = lease_files.lock(directory, PORT, {"user": name})
+        fd, _, _ = lease_files.lock(directory, PORT, {"user": name})
         assert json.loads((tmp_path / "leases" / PORT).read_text()) == {"user": name}
         os.close(fd)
 
@@ -224,7 +224,7 @@ def test_shared_locks_of_another_user_do_not_block_an_agent(
 
 
 def test_a_port_in_use_is_named_with_its_holder(directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fd, _ = lease_files.lock(directory, "port-7.lock", {"user": "ada", "attempt": "w/g/t/0", "pid": os.getpid()})
+    fd, _, _ = lease_files.lock(directory, "port-7.lock", {"user": "ada", "attempt": "w/g/t/0", "pid": os.getpid()})
     monkeypatch.setattr(node_leases, "_bind", lambda _: [os.dup(fd)])
     monkeypatch.setattr(node_leases, "_port_of", lambda _: 7)
     with pytest.raises(OpError, match=r"^no free port was found. The last one is in use by .*ada"):
@@ -243,7 +243,7 @@ def test_lock_file_that_cannot_be_created_is_the_reason_that_nothing_is_leased(
         node_leases.take(str(tmp_path / "leases"), 0, [], "any", {})
     with pytest.raises(OpError, match=r"^cannot lease port 7: port-7\.lock: No space left on device$"):
         node_leases.take(str(tmp_path / "leases"), 0, [], 7, {})
-    with pytest.raises(OpError, match=r"In use: GPU 3 by gpu-3\.lock: No space left on device$"):
+    with pytest.raises(OpError, match=r"0 of 1 GPUs .* needs 1. Cannot lock gpu-3\.lock: No space left on device$"):
         node_leases.take(str(tmp_path / "leases"), 1, [3], None, {})
 
 

@@ -283,9 +283,10 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
         for name in sorted(os.listdir(directory)):
             if not _LOCK_NAME.fullmatch(name) or os.stat(name, dir_fd=directory, follow_symlinks=False).st_uid != os.getuid():
                 continue
-            fd, holder = lease_files.lock(directory, name, {})
+            fd, holder, reason = lease_files.lock(directory, name, {})
             if fd < 0:
-                left.append("{}: it is in use, or cannot be locked: {}".format(os.path.join(path, name), holder))
+                why = "it is in use by {}".format(holder) if holder else "it cannot be locked: {}".format(reason)
+                left.append("{}: {}".format(os.path.join(path, name), why))
                 continue
             os.unlink(name, dir_fd=directory)
             os.close(fd)

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from distflow.runtime import processes
 from distflow.runtime.files.safe_files import has_name
@@ -21,6 +21,7 @@ from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 
 __all__ = [
+    "Lock",
     "amount_of",
     "folded",
     "foreign_owner",
@@ -41,6 +42,14 @@ _MOST_BYTES = 4096
 _LOCK_TRIES = 100
 _LOCK_RETRY_S = 0.001
 """The time between two tries. A process that only checks a lock holds it for microseconds."""
+
+
+class Lock(NamedTuple):
+    """The descriptor of a locked file; -1 and the ``holder``, or -1 and an ``error``, if it could not be locked."""
+
+    fd: int = -1
+    holder: str = ""
+    error: str = ""
 
 
 def open_directory(path: str) -> int:
@@ -115,30 +124,30 @@ def open_lock(directory: int, name: str) -> int:
     raise FileNotFoundError(errno.ENOENT, "other processes repeatedly created and removed the lock file", name)
 
 
-def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
-    """Lock the file ``name``. Returns its descriptor and an empty string, or -1 and the holder or the error."""
+def lock(directory: int, name: str, holder: Json) -> Lock:
+    """Lock the file ``name``."""
     while True:
         try:
             fd = open_lock(directory, name)
         except OSError as error:
-            return -1, "{}: {}".format(name, error.strerror)
+            return Lock(error="{}: {}".format(name, error.strerror))
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                return -1, "{} is not a regular file".format(name)
+                return Lock(error="{} is not a regular file".format(name))
             _flock(fd)
         except BlockingIOError:
             who = holder_name(read_holder(fd), holder.get("attempt"))
             os.close(fd)
-            return -1, who
+            return Lock(holder=who)
         except OSError as error:
             os.close(fd)
-            return -1, "{}: {}".format(name, error.strerror)
+            return Lock(error="{}: {}".format(name, error.strerror))
         if has_name(fd, name, directory):
             break
         os.close(fd)  # the file was removed after it was opened
     write_holder(fd, holder)
-    return fd, ""
+    return Lock(fd)
 
 
 def write_holder(fd: int, holder: Json) -> None:

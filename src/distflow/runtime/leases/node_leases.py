@@ -111,11 +111,12 @@ def _take_gpus(
     kept: Kept,
 ) -> None:
     others: List[Tuple[int, str]] = []
+    errors: List[str] = []
     for gpu in gpu_ids:
         if len(held.gpu_ids) == gpus:
             break
         name = "gpu-{}.lock".format(int(gpu))
-        fd, who = lock(directory, name, holder)
+        fd, who, error = lock(directory, name, holder)
         # A process that has ended since the query does not count.
         user = next((one for one in users if one["gpu"] == gpu and os.path.exists("/proc/{}".format(one["pid"]))), None)
         if fd >= 0 and user is not None:
@@ -124,11 +125,14 @@ def _take_gpus(
         elif fd >= 0:
             held.gpu_ids.append(gpu)
             held.locks.append(fd)
-        else:
+        elif who:
             others.append((gpu, who))
+        else:
+            errors.append(error)
     if len(held.gpu_ids) < gpus:
-        free = "{} of {} GPUs are free and this task needs {}".format(len(held.gpu_ids), len(gpu_ids), gpus)
-        raise OpError("busy", "{}. In use: {}".format(free, in_use(others)) if others else free)
+        text = "{} of {} GPUs are free and this task needs {}".format(len(held.gpu_ids), len(gpu_ids), gpus)
+        text += ". In use: {}".format(in_use(others)) if others else ""
+        raise OpError("busy", text + (". Cannot lock {}".format(", ".join(errors)) if errors else ""))
     reserved = min(kept.amounts.get("gpus", 0), len(gpu_ids)) if gpus else 0
     if reserved:
         taken = set(held.gpu_ids) | {one["gpu"] for one in users}
@@ -145,7 +149,7 @@ def _kept_for(kept: Kept, amount: float) -> str:
 
 def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int, int, List[int]]:
     if port == "any":
-        why = ""
+        last = ""
         for _ in range(_ATTEMPTS_AT_ANY_PORT):
             try:
                 sockets = _bind(0)
@@ -154,21 +158,18 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                     continue  # the port is free only for IPv4
                 raise OpError.from_os(error, "cannot reserve a port") from error
             number = _port_of(sockets[0])
-            held, why = lock(directory, "port-{}.lock".format(number), holder)
+            held, who, reason = lock(directory, "port-{}.lock".format(number), holder)
             if held >= 0:
                 return number, held, sockets
+            last = ". The last one " + ("is in use by {}" if who else "could not be leased: {}").format(who or reason)
             for fd in sockets:
                 os.close(fd)
-        if not why:
-            raise OpError("port_taken", "no free port was found")
-        is_held = read_held(directory, "port-{}.lock".format(number)) is not None
-        text = "no free port was found. The last one " + ("is in use by {}" if is_held else "could not be leased: {}")
-        raise OpError("port_taken", text.format(why))
-    number, name = int(port), "port-{}.lock".format(int(port))
-    held, why = lock(directory, name, holder)
+        raise OpError("port_taken", "no free port was found" + last)
+    number = int(port)
+    held, who, reason = lock(directory, "port-{}.lock".format(number), holder)
     if held < 0:
-        is_held = read_held(directory, name) is not None
-        raise OpError("port_taken", ("port {} is in use by {}" if is_held else "cannot lease port {}: {}").format(number, why))
+        text = "port {} is in use by {}" if who else "cannot lease port {}: {}"
+        raise OpError("port_taken", text.format(number, who or reason))
     try:
         return number, held, _bind(number)
     except (OSError, OverflowError) as error:
@@ -300,7 +301,7 @@ def _lock_own_file(directory: int, holder: Json) -> int:
     """Lock a free file of this user. Files are reused, because ending processes cannot remove them."""
     until = time.monotonic() + _SEARCH_S
     for number in range(_MAX_SHARES):
-        fd, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
+        fd, _, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
         if fd >= 0:
             return fd
         if time.monotonic() > until:

@@ -43,6 +43,8 @@ _SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 _INTERNAL = ("node:", "object_store_memory")
 """Resources that no task requests."""
 _LONGEST_LINE = 1 << 20
+_LONGEST_ERROR = 2000
+"""Characters of an error message of Ray that are reported."""
 _AUTHENTICATION_S = 10.0
 _MOST_UNAUTHENTICATED = 32
 """Limit of connections that have not been authenticated yet."""
@@ -434,7 +436,7 @@ def _cause(cause: Any) -> dict[str, str] | None:
         except (AttributeError, ValueError):  # another version of Ray
             pass
     text = getattr(context, "error_message", "") or getattr(context, "formatted_exception_string", "")
-    return {"kind": kind, "reason": reason, "node": node, "message": str(text)[-2000:]}
+    return {"kind": kind, "reason": reason, "node": node, "message": str(text)[-_LONGEST_ERROR:]}
 
 
 def main(address: str) -> None:
@@ -468,13 +470,13 @@ def main(address: str) -> None:
         try:
             send({"answer": function(**request["with"])})
         except NotPossible as error:
-            send({"kind": "refused", "error": str(error).strip()[:2000]})
+            send({"kind": "refused", "error": str(error).strip()[:_LONGEST_ERROR]})
         except Exception as error:  # noqa: BLE001  the next request may succeed
             send({"kind": "failed", "error": _short(error)})
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}"[:2000]
+    return f"{type(error).__name__}: {str(error).strip()}"[:_LONGEST_ERROR]
 
 
 if __name__ == "__main__":
