@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "plain",
     "plain_lines",
     "ranges",
+    "report_bug",
     "splitting_problem",
 ]
 
@@ -101,3 +103,9 @@ def plain_lines(text: str) -> str:
 def one_line(error: Exception) -> str:
     """Return the message of an error, with its hint if it has one, as one line for logs and records."""
     return "; ".join(str(error).splitlines())
+
+
+def report_bug(error: Exception) -> str:
+    """Write the traceback of an unexpected exception to the supervisor's log, and return a message for the user."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    return f"a bug in distflow, please report it: {error!r}; the traceback is in `supervisor.log` in the state directory"

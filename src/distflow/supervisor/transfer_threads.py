@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from distflow.backends.base import AttemptKey, Backend
 from distflow.backends.machines.connection.transfers import Pace
+from distflow.documents.text import report_bug
 from distflow.errors import DistflowError
 from distflow.state.record import TransferRecord
 from distflow.storage.credentials import CredentialsFor, ambient_credentials
@@ -128,8 +128,7 @@ class ThreadedTransfers:
         except OSError as error:
             outcome = reporter.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting forever
-            outcome = reporter.outcome(error=f"unexpected error: {error!r}")
-            sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
+            outcome = reporter.outcome(error=report_bug(error))
         # A failed file sets `halt`, too, so only a missing entry shows that the supervisor canceled the transfer.
         if self._halts.pop(command.identity, None) is halt:
             self._sink(reporter.ended(outcome))

@@ -7,7 +7,6 @@ one ``Connection``, which reconnects by itself. This module passes each command 
 from __future__ import annotations
 
 import base64
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +42,7 @@ from distflow.backends.machines.connection.transfers import Blob, Pace
 from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.outputs import Collector, Deliverer
 from distflow.documents.requirements import Requirements
-from distflow.documents.text import plain, plain_lines
+from distflow.documents.text import plain, plain_lines, report_bug
 from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachable, StorageError
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import ATTEMPT_DIR, BoundLaunch, Container, PlannedFile, runs_torchrun
@@ -322,8 +321,7 @@ class MachinesBackend:
             elif isinstance(error, DistflowError):
                 message = str(error)
             else:
-                message = f"{key.node}: unexpected error: {error!r}"
-                sys.excepthook(type(error), error, error.__traceback__)  # the traceback goes to the supervisor's log
+                message = f"{key.node}: {report_bug(error)}"
             seen = VenvFailed(at=now(), key=key, message=message, is_final=True)
         else:
             seen = VenvBuilt(at=now(), key=key, tool=plain(tool), seconds=seconds)
@@ -347,8 +345,7 @@ class MachinesBackend:
         elif isinstance(error, DistflowError | OSError):
             self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
         else:
-            self._sink(PrepareFailed(at=now(), key=key, message=f"unexpected error: {error!r}"))
-            sys.excepthook(type(error), error, error.__traceback__)  # the traceback goes to the supervisor's log
+            self._sink(PrepareFailed(at=now(), key=key, message=report_bug(error)))
 
     def _gang(self, launch: BoundLaunch, secrets: GivenSecrets) -> dict[str, Any] | None:
         if launch.gang is None or secrets.token is None:

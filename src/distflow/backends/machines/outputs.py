@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.connection.node_connection import Connection, now
 from distflow.backends.machines.connection.transfers import Pace
+from distflow.documents.text import report_bug
 from distflow.errors import AgentError, DistflowError, NodeUnreachable, TransportError
 from distflow.storage.base import Progress
 from distflow.storage.credentials import Identity
@@ -107,8 +107,7 @@ class Collector:
         except OSError as error:
             self._give_up(transfer, f"it cannot be stored in {self._blobs} on the machine of the supervisor: {error.strerror}")
         except Exception as error:  # noqa: BLE001  without a report from this thread, the group would wait forever
-            self._give_up(transfer, f"it cannot be fetched, unexpected error: {error!r}")
-            sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
+            self._give_up(transfer, f"it cannot be fetched: {report_bug(error)}")
         else:
             self._done(transfer)
             self._sink(

@@ -7,7 +7,6 @@ connection names all watched attempts, and the node answers with their statuses,
 from __future__ import annotations
 
 import base64
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from distflow.backends.machines.connection.transfers import (
     send_blobs,
 )
 from distflow.documents.requirements import Requirements
+from distflow.documents.text import report_bug
 from distflow.errors import (
     AuthenticationRefused,
     BootstrapFailed,
@@ -361,8 +361,7 @@ class Connection:
                 if isinstance(error, NodeUnreachable):
                     self._transport.hang_up()
             except Exception as error:  # noqa: BLE001  only this thread reconnects
-                self._error = f"unexpected error: {error!r}"
-                sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
+                self._error = report_bug(error)
             with self._lock:
                 self._link = None
                 self._streams.clear()
