@@ -104,8 +104,8 @@ def test_a_bootstrap_error_is_about_the_root_or_python(about: Literal["root", "p
             ("warning", "root", "its root /r is on a file system that does not allow execution (noexec)"),
         ),
         ({"root": {"file_system": "nfs4"}}, ("note", "root", "its root /r is on a network file system (nfs4)")),
-        ({"root": {"free_bytes": GIB - 1, "total_bytes": 10 * GIB}}, ("warning", "disk", "only 1.0 GiB of 10.0 GiB are free")),
-        ({"root": {"free_bytes": 40 * GIB, "total_bytes": 1000 * GIB}}, ("warning", "disk", "only 40.0 GiB of 1000.0 GiB")),
+        ({"root": {"free_bytes": GIB - 1, "total_bytes": 10 * GIB}}, ("warning", "disk", "only 1024 MiB of 10 GiB are free")),
+        ({"root": {"free_bytes": 40 * GIB, "total_bytes": 1000 * GIB}}, ("warning", "disk", "only 40 GiB of 1000 GiB")),
         ({"leases": {"error": "the lease directory /l cannot be used: X"}}, ("error", "leases", "the lease directory /l")),
         (
             {"leases": {"file_system": "lustre"}},
@@ -342,7 +342,7 @@ def test_check_capacity_false_skips_the_check_of_gpus() -> None:
         ({"cpus": 64}, [("error", "cpus", "the configuration says 64 CPUs, and the node reports 32")]),
         (
             {"memory": 200 * GIB},
-            [("error", "memory", "the configuration says 200.0 GiB of memory, and the node reports 62.0 GiB")],
+            [("error", "memory", "the configuration says 200 GiB of memory, and the node reports 62 GiB")],
         ),
         ({"cpus": 32, "memory": 64 * GIB}, []),
         ({"cpus": 64, "memory": 200 * GIB, "check_capacity": False}, []),
@@ -528,12 +528,12 @@ def test_all_measurements_are_in_the_json_output() -> None:
         (
             {"memory": {"available_bytes": GIB // 2, "total_bytes": 64 * GIB}},
             "memory",
-            "only 0.5 GiB of its 64.0 GiB",
+            "only 512 MiB of its 64 GiB",
         ),
-        ({"shm": {"free_bytes": 1 << 26, "total_bytes": 1 << 26}}, "shm", "only 0.1 GiB of 0.1 GiB are free in /dev/shm"),
+        ({"shm": {"free_bytes": 1 << 26, "total_bytes": 1 << 26}}, "shm", "only 64 MiB of 64 MiB are free in /dev/shm"),
         ({"limits": {"nofile": 256, "nproc": None, "memlock": None}}, "limits", "may open only 256 files"),
         ({"limits": {"nofile": 1024, "nproc": 100, "memlock": None}}, "limits", "may have only 100 processes and threads"),
-        ({"limits": {"memlock": 1 << 26}, "has_rdma": True}, "limits", "may lock only 0.1 GiB of memory"),
+        ({"limits": {"memlock": 1 << 16}, "has_rdma": True}, "limits", "may lock only 64 KiB of memory"),
         ({"xids": ["NVRM: Xid (PCI:0000:3b:00): 79"]}, "gpus", "1 GPU error in its kernel's log, the last: NVRM: Xid"),
         ({"xids": ["NVRM: Xid (PCI:0000:3b:00): 79"] * 8}, "gpus", "8 or more GPU errors in its kernel's log"),
     ],
@@ -594,8 +594,11 @@ def test_missing_and_different_paths_are_reported() -> None:
     (unlike,) = judge_nodes([*alike, _holding("gpu3", files=1, bytes=GIB, digest="d2")])
     assert (unlike.grade, unlike.nodes) == (Grade.WARNING, ("gpu1", "gpu2", "gpu3"))
     assert unlike.message == "/data has different contents: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
-    # As many files of the same sizes, with other names.
-    assert len(list(judge_nodes([*alike, _holding("gpu3", digest="d3")]))) == 1
+    (unlike,) = judge_nodes([alike[0], _holding("gpu3", bytes=3 * GIB - 9, digest="d2")])
+    assert unlike.message.endswith(": 2 files, 3,221,225,472 bytes on gpu1; 2 files, 3,221,225,463 bytes on gpu3")
+    # As many files of the same total size, with other names.
+    (unlike,) = judge_nodes([*alike, _holding("gpu3", digest="d3")])
+    assert unlike.message.endswith("; 2 files, 3,221,225,472 bytes on gpu3; the names or sizes of files differ")
     partial = [_holding(f"gpu{i}", is_complete=False, digest=None, files=i) for i in (1, 2)]
     assert [one.grade for one in judge_node(partial[0])] == [Grade.NOTE]
     assert list(judge_nodes([*partial, alike[0]])) == [], "numbers of a part say nothing about the contents"

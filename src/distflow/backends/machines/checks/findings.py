@@ -12,6 +12,7 @@ from enum import Enum
 
 from distflow.backends.machines.checks.measured import Measured
 from distflow.backends.machines.checks.torch_search import torch_remedy
+from distflow.documents.quantities import bytes_text
 from distflow.errors import BootstrapFailed, NodeError
 from distflow.runtime.files.venvs import REMEDY
 from distflow.runtime.guard.kernel_log import MAX_LINES
@@ -20,7 +21,6 @@ from distflow.structs import replace
 __all__ = [
     "Finding",
     "Grade",
-    "amount",
     "count",
     "error",
     "few",
@@ -82,11 +82,6 @@ def few(names: Sequence[str]) -> str:
 def count(number: int, word: str, words: str = "") -> str:
     """Return a number with its noun."""
     return f"{number} {word if number == 1 else words or word + 's'}"
-
-
-def amount(size: int) -> str:
-    """Return bytes as GiB."""
-    return f"{size / (1 << 30):.1f} GiB"
 
 
 def error(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
@@ -172,7 +167,7 @@ def _root(measured: Measured) -> Iterator[Finding]:
         yield note("root", names, message, "tasks start and log faster on a local disk: set `root`")
     free, total = root["free_bytes"], root["total_bytes"]
     if free < _LEAST_FREE or free < total * _LEAST_FREE_PART:
-        message = f"only {amount(free)} of {amount(total)} are free at its root {root['path']}"
+        message = f"only {bytes_text(free)} of {bytes_text(total)} are free at its root {root['path']}"
         hint = "free space there (`distflow node clean --older-than 1d` removes old workflows), or set another `root`"
         yield warning("disk", names, message, hint)
 
@@ -242,7 +237,8 @@ def _capacity(measured: Measured) -> Iterator[Finding]:
         message = f"the configuration says {count(node.cpus, 'CPU')}, and the node reports {cpus}"
         yield error("cpus", [node.name], message, hint.format("cpus"))
     if node.memory is not None and (node.usable_memory(memory) or 0) < node.memory:
-        message = f"the configuration says {amount(node.memory)} of memory, and the node reports {amount(int(memory or 0))}"
+        reported = bytes_text(int(memory or 0))
+        message = f"the configuration says {bytes_text(node.memory)} of memory, and the node reports {reported}"
         yield error("memory", [node.name], message, hint.format("memory"))
 
 
@@ -356,14 +352,14 @@ def _memory(measured: Measured) -> Iterator[Finding]:
         return
     available, total = memory["available_bytes"], memory["total_bytes"]
     if available < _LEAST_MEMORY or available < total * _LEAST_MEMORY_PART:
-        message = f"only {amount(available)} of its {amount(total)} of memory are free"
+        message = f"only {bytes_text(available)} of its {bytes_text(total)} of memory are free"
         yield warning("memory", [measured.node.name], message, "find the processes that use it: `ps aux --sort=-rss | head`")
 
 
 def _shm(measured: Measured) -> Iterator[Finding]:
     shm = measured.probe.get("shm")
     if shm and shm["free_bytes"] < _LEAST_MEMORY:
-        message = f"only {amount(shm['free_bytes'])} of {amount(shm['total_bytes'])} are free in /dev/shm"
+        message = f"only {bytes_text(shm['free_bytes'])} of {bytes_text(shm['total_bytes'])} are free in /dev/shm"
         hint = (
             "DataLoader workers and NCCL share memory there: remove leftover files, or as root run "
             "`mount -o remount,size=50% /dev/shm`; for a container, set `--shm-size`"
@@ -381,7 +377,7 @@ def _limits(measured: Measured) -> Iterator[Finding]:
         message = f"its user may have only {count(processes, 'process', 'processes')} and threads (ulimit -u)"
         yield warning("limits", names, message, hint)
     if locked is not None and measured.probe.get("has_rdma"):
-        message = f"a process may lock only {amount(locked)} of memory (ulimit -l), and the node has InfiniBand or RoCE"
+        message = f"a process may lock only {bytes_text(locked)} of memory (ulimit -l), and the node has InfiniBand or RoCE"
         yield warning("limits", names, message, f"NCCL needs `unlimited` for its network: {hint}")
 
 
@@ -491,7 +487,11 @@ def _differing_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
                 by_path.setdefault(path, {}).setdefault(same, []).append(one.node.name)
     for path, groups in by_path.items():
         if len(groups) > 1:
-            found = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
+            is_clear = len({(files, bytes_text(size)) for _, files, size in groups}) == len(groups)
+            shown = bytes_text if is_clear else "{:,} bytes".format
+            found = [f"{count(files, 'file')}, {shown(size)} on {few(names)}" for (_, files, size), names in groups.items()]
+            if len({(files, size) for _, files, size in groups}) < len(groups):
+                found.append("the names or sizes of files differ")
             message = f"{path} has different contents: {'; '.join(found)}"
             everyone = [name for names in groups.values() for name in names]
             yield warning("path", everyone, message, "compare it with `rsync -ainc`, and copy the files that differ")
