@@ -159,7 +159,7 @@ class NodeUnderTest:
         with tempfile.NamedTemporaryFile() as file:
             file.write(data)
             file.flush()
-            blob = Blob(digest=name, path=Path(file.name), size=len(data))
+            blob = Blob(digest=name, path=Path(file.name), size=len(data), name="a file")
             send_blobs(self.transport, str(self.top), python, [blob], timeout_s=60)
         return name
 

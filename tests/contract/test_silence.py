@@ -93,7 +93,7 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
     for number, content in enumerate(data):
         path = tmp_path / str(number)
         path.write_bytes(content)
-        blobs.append(Blob(digest=hashlib.sha256(content).hexdigest(), path=path, size=len(content)))
+        blobs.append(Blob(digest=hashlib.sha256(content).hexdigest(), path=path, size=len(content), name="a file"))
     for _ in range(2):  # the second time, all are there
         send_blobs(here.transport, str(here.top), sys.executable, blobs, timeout_s=60)
     assert [(here.root / "blobs" / blob.digest).read_bytes() for blob in blobs] == data
@@ -111,6 +111,6 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
 def test_a_blob_that_became_shorter_is_an_error(here: NodeUnderTest, tmp_path: Path) -> None:
     path = tmp_path / "blob"
     path.write_bytes(b"short")
-    blob = Blob(digest="0" * 64, path=path, size=1000)
+    blob = Blob(digest="0" * 64, path=path, size=1000, name="a file")
     with pytest.raises(OSError, match="the file was truncated"):
         send_blobs(here.transport, str(here.top), sys.executable, [blob], timeout_s=60)

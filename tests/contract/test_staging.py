@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def blob_of(path: Path, data: bytes) -> Blob:
     path.write_bytes(data)
-    return Blob(digest=hashlib.sha256(data).hexdigest(), path=path, size=len(data))
+    return Blob(digest=hashlib.sha256(data).hexdigest(), path=path, size=len(data), name="a file")
 
 
 def send(node: NodeUnderTest, *blobs: Blob) -> list[int]:

@@ -81,7 +81,7 @@ def test_a_missing_object_is_reported(cli: Cli) -> None:
     (cli.folder / "gate").touch()
     cli.await_status(ident, "FAILED_START_ERROR")
     message = cli.query(ident)["groups"][-1]["message"]
-    assert f"it does not have the file {archive.name}, and this machine has no copy" in message
+    assert "it does not have the output of make, and neither does the machine of the supervisor" in message
 
 
 def test_an_output_that_the_supervisor_delivers_comes_to_this_machine(cli: Cli, tmp_path: Path) -> None:

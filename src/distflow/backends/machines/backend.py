@@ -381,7 +381,7 @@ class MachinesBackend:
 
     def _stage(self, connection: Connection, launch: BoundLaunch, progress: Progress) -> None:
         blobs = {
-            file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size)
+            file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size, name=file.shown)
             for file in launch.files
             if file.blob is not None and file.size > _INLINE
         }

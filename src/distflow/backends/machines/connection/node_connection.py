@@ -188,10 +188,10 @@ class Connection:
             wanted = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
             missing = self.request("stage", blobs=wanted)["missing"]
             lacking = [blob for blob in blobs if blob.digest in missing]
-            if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
+            if gone := [blob.name for blob in lacking if not blob.path.exists()]:
                 raise NodeError(
                     self.node.name,
-                    f"it does not have the file {gone[0]}, and this machine has no copy",
+                    f"it does not have {gone[0]}, and neither does the machine of the supervisor",
                     hint="submit the workflow again",
                 )
             if lacking:

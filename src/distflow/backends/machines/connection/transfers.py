@@ -42,6 +42,8 @@ class Blob:
     path: Path
     size: int
     """Bytes."""
+    name: str
+    """The path in the spec, or a description, for messages."""
 
 
 def send_blobs(
