@@ -19,6 +19,7 @@ from distflow.documents.text import few
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.ranks import rank_words
+from distflow.plan.containers import images_problem
 from distflow.plan.credentials import pyxis_image
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.plan.slurm_limits import slurm_limits
@@ -143,7 +144,7 @@ class _Group:
             return None
         if len(images) > 1:
             hint = "give all tasks of the group the same `image`"
-            raise InputError(f"one `srun` cannot start the tasks of group `{self.plan.name}` in different images", hint=hint)
+            raise InputError(images_problem(images, self.plan.name), hint=hint)
         return images.pop()
 
 

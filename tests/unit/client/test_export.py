@@ -127,6 +127,10 @@ def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pyt
     ) in out
     assert "export A='b c'\n" in out
     assert 'export PATH=/opt/venv/bin:"$PATH"\nmodule load a\n' in out
+    tasks = [{"name": "a", "lead": True, "command": ["true"], "image": "i"}, {"name": "b", "command": ["true"]}]
+    Path("spec.yaml").write_text(json.dumps({"workflow": {"name": "one", "groups": [{"name": "g", "tasks": tasks}]}}))
+    assert run(["workflow", "export", "spec.yaml", "--to", "slurm", "--pool", "containers"]) == 2
+    assert "error: only some tasks of group `g` have an `image`, but one `srun` starts them\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

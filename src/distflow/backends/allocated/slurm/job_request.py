@@ -12,6 +12,7 @@ from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, R
 from distflow.backends.allocated.slurm.commands import error_text
 from distflow.backends.allocated.slurm.job_states import parse_limit
 from distflow.documents.text import did_you_mean, plain
+from distflow.plan.containers import images_problem
 from distflow.plan.credentials import pyxis_image
 from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings
 from distflow.structs import replace
@@ -213,17 +214,15 @@ def container_options(pool: Pool, wanted: AllocationRequest) -> tuple[str, ...]:
     """Return the options by which ``srun`` starts the resident programs in the image of the tasks, as shell text.
 
     The result is empty without an image, and if Slurm does not start the pool's containers. ``$root`` in the options is the
-    pool's root. Raises ``RequestRefused`` if the tasks have different images. Options:
+    pool's root. Raises ``RequestRefused`` if not all tasks have the same image. Options:
     https://github.com/NVIDIA/pyxis/wiki/Usage
     """
     images = {node.image for node in wanted.nodes}
     if pool.template is None or pool.template.container != "engine" or images == {None}:
         return ()
     if len(images) > 1:
-        raise RequestRefused(
-            f"the tasks of group `{wanted.allocation.group}` have different images",
-            hint="give all tasks of the group the same `image`: one `srun` starts them",
-        )
+        hint = "give all tasks of the group the same `image`"
+        raise RequestRefused(images_problem(images, wanted.allocation.group), hint=hint)
     mounts = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for node in wanted.nodes for mount in node.mounts)
     others = shlex.quote("".join(f",{mount}" for mount in mounts)) if mounts else ""
     return (
