@@ -306,9 +306,11 @@ def test_a_wrong_command_line_names_flag_and_remedy(
     assert said in capsys.readouterr().err
 
 
-def test_a_variable_that_is_no_number_is_named() -> None:
+def test_a_variable_with_a_wrong_value_is_named() -> None:
     with pytest.raises(LayoutError, match="DISTFLOW_RANK_SIZE=eight: not a number"):
         read_share({"DISTFLOW_RANK_SIZE": "eight"})
+    with pytest.raises(LayoutError, match=r"^MASTER_PORT=70000: give a port"):
+        read_share({"MASTER_PORT": "70000"})
 
 
 def test_a_function_that_other_processes_cannot_find_is_refused() -> None:

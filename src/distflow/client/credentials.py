@@ -108,7 +108,8 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Map
     """
     for name, value in given.items():
         if "\0" in value.reveal():
-            raise InputError(f"the value of {name} contains a NUL byte", hint="store it as base64, and decode it in the task")
+            message = f"the value of `{name}` contains a NUL byte, which an environment variable cannot contain"
+            raise InputError(message, hint="pass it as base64, and decode it in the task")
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = [
     "ESCAPES",
+    "bug_text",
     "did_you_mean",
     "few",
     "listed",
@@ -108,4 +109,9 @@ def one_line(error: Exception) -> str:
 def report_bug(error: Exception) -> str:
     """Write the traceback of an unexpected exception to the supervisor's log, and return a message for the user."""
     sys.excepthook(type(error), error, error.__traceback__)
-    return f"a bug in distflow, please report it: {error!r}; the traceback is in `supervisor.log` in the state directory"
+    return bug_text(repr(error))
+
+
+def bug_text(what: str) -> str:
+    """Return the message for a bug whose traceback is in the supervisor's log."""
+    return f"a bug in distflow, please report it: {what}; the traceback is in `supervisor.log` in the state directory"

@@ -228,9 +228,9 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
         short = tag.replace("tag:yaml.org,2002:", "!!")
         raise _Refused(index, f"the tag `{short}` is not supported", "remove it; put a string into quotes")
     if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
-        kind = "list" if isinstance(event, yaml.SequenceStartEvent) else "map"
+        kind, called = ("list", "list") if isinstance(event, yaml.SequenceStartEvent) else ("map", "mapping")
         if tag is not None and _CORE[tag] != kind:
-            raise _Refused(index, f"the tag `!!{tag.rpartition(':')[2]}` does not fit a {kind}")
+            raise _Refused(index, f"the tag `!!{tag.rpartition(':')[2]}` does not fit a {called}", "remove the tag")
         return _Node(index, kind)
     raw: str = event.value
     plain = event.style in (None, "") and event.tag is None
@@ -238,7 +238,7 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
     try:
         value = _scalar_value(kind_of_scalar, raw)
     except ValueError:
-        raise _Refused(index, f"`{raw[:40]}` is not a value of the tag `!!{kind_of_scalar}`") from None
+        raise _Refused(index, f"the tag `!!{kind_of_scalar}` does not fit the value `{raw[:40]}`", "remove the tag") from None
     is_block = event.style in ("|", ">")
     lines: tuple[int, ...] = ()
     if is_block or "\n" in raw:

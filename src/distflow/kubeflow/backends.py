@@ -94,12 +94,15 @@ def pool_choice(config: object | None) -> PoolChoice:
         given = [one.name for one in fields(KubernetesBackendConfig) if getattr(config, one.name, None) is not None]
         if given:
             raise ValueError(
-                f"KubernetesBackendConfig({given[0]}=…): distflow reads the settings of a cluster from a pool; write "
-                "SSHBackendConfig(pool=…) to choose a pool, or SSHBackendConfig(hosts=[…]) to name machines"
+                f"KubernetesBackendConfig({given[0]}=…) is not supported, because distflow reads the settings of a cluster "
+                "from a pool: add a pool with `backend: kubernetes` to the configuration, and choose it with "
+                "SSHBackendConfig(pool=…)"
             )
         return PoolChoice()
     if name == "ContainerBackendConfig":
-        _log.warning("jobs run in the pool `local`: set `container` for this pool to run tasks with an image in containers")
+        _log.warning(
+            "jobs run in the pool `local`, whose tasks run in containers only if its `container` is set (docs/containers.md)"
+        )
         return PoolChoice(pool=_LOCAL_POOL)
     if name == "LocalProcessBackendConfig":
         return PoolChoice(pool=_LOCAL_POOL)

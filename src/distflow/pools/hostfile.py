@@ -195,7 +195,7 @@ def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Pro
     if more <= 0:
         return problems
     hint = "" if is_other else "check that this file is a hostfile"
-    message = f"{more} more finding{'s' * (more > 1)} from this line on"
+    message = f"{more} more problem{'s' * (more > 1)} from this line on"
     rest = Problem(where=Mark(file, problems[most].where.line), message=message, hint=hint)
     what = "this file does not look like a hostfile, which has one host on each line, such as `gpu1 slots=8`"
     first = [Problem(where=Mark(file), message=what)] if is_other else []

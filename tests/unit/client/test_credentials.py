@@ -40,7 +40,9 @@ def test_logins_are_gathered_for_pools_with_containers(
 
 def test_a_secret_with_a_nul_byte_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = StateDirectory(tmp_path_factory.mktemp("state"))
-    with pytest.raises(InputError, match="the value of TOKEN contains a NUL byte") as caught:
+    with pytest.raises(
+        InputError, match="the value of `TOKEN` contains a NUL byte, which an environment variable cannot"
+    ) as caught:
         gather_secrets(
             Plan(name="w", pool="x", groups=()),
             Pool(name="x", backend="local", nodes=()),

@@ -71,8 +71,10 @@ def test_keys_are_texts_as_written() -> None:
 
 @pytest.mark.parametrize("tag", ["null", "bool", "int", "float"])
 def test_a_value_that_does_not_fit_its_tag_is_refused(tag: str) -> None:
-    with pytest.raises(ProblemsFound, match=f"`foo` is not a value of the tag `!!{tag}`"):
+    with pytest.raises(ProblemsFound, match=f"the tag `!!{tag}` does not fit the value `foo`\n    remove the tag"):
         parsed(f"a: !!{tag} foo\n")
+    with pytest.raises(ProblemsFound, match=f"the tag `!!{tag}` does not fit a mapping\n    remove the tag"):
+        parsed(f"a: !!{tag} {{b: 1}}\n")
     assert parsed("a: !!null\nb: !!null '~'\n").value == {"a": None, "b": None}
 
 

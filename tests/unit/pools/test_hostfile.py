@@ -146,10 +146,10 @@ def test_a_file_of_another_kind_has_few_findings() -> None:
     said = refusal("this is no hostfile\n" * 1000)
     assert said.startswith("hosts: error: this file does not look like a hostfile")
     assert said.count("error:") == 4
-    assert said.endswith("hosts:1: error: 2998 more findings from this line on")
+    assert said.endswith("hosts:1: error: 2998 more problems from this line on")
     said = refusal("".join(f"gpu{number} slot=8\n" for number in range(60)))
     assert said.count("error:") == 51
-    assert said.endswith("hosts:51: error: 10 more findings from this line on\n    check that this file is a hostfile")
+    assert said.endswith("hosts:51: error: 10 more problems from this line on\n    check that this file is a hostfile")
 
 
 @given(st.text(max_size=60))

@@ -103,11 +103,14 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
             "(exitActions in the spec)"
         )
     if not 0 <= port < 65536:
-        raise LayoutError(f"--master-port {port}: give a port from 1 to 65535")
+        given = f"MASTER_PORT={port}" if options.get("master_port") is None else f"--master-port {port}"
+        raise LayoutError(f"{given}: give a port from 1 to 65535")
     if count < world and not address:
         raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
     if count < world and not port:
-        raise LayoutError("--master-port is missing: give a port that is free on the master, the same on every machine")
+        raise LayoutError(
+            "--master-port is missing: give a port that is free on the master, the same on all machines, or set MASTER_PORT"
+        )
     return share
 
 

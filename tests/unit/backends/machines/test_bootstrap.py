@@ -135,6 +135,7 @@ def test_a_home_that_does_not_exist() -> None:
 
 def test_a_file_instead_of_a_directory() -> None:
     assert explain(errno=errno.ENOTDIR)[0].startswith("/home/ada/.distflow/runtime is not a directory")
+    assert explain(errno=errno.EISDIR)[0].startswith("/home/ada/.distflow/runtime is a directory, but")
 
 
 def test_a_root_that_cannot_be_created() -> None:

@@ -230,7 +230,7 @@ def test_an_answer_that_its_callback_cannot_handle_fails_the_request(bugs: list[
     def then(answer: dict[str, Any]) -> None:
         raise KeyError(answer["port"])
 
-    with pytest.raises(NodeUnreachable, match="could not be handled"):
+    with pytest.raises(NodeUnreachable, match=r"a bug in distflow, .* `lease` could not be handled; the traceback is in"):
         link.request("lease", timeout_s=20, then=then)
     assert isinstance(bugs.pop(), KeyError)
     link.close()
@@ -245,6 +245,7 @@ def test_an_event_that_cannot_be_handled_ends_the_connection(bugs: list[object])
     AgentLink(wire, "n1", ping_s=60, on_event=fails, on_close=closed.append)
     wire.send(b'{"event": "eof", "stream": 1, "size": 0}\n')
     wait_until(lambda: closed, 20, "on_close")
+    assert "a bug in distflow, please report it: the agent's event `eof` could not be handled" in closed[0].message
     assert isinstance(bugs.pop(), RuntimeError)
 
 

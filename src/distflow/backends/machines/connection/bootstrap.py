@@ -432,7 +432,10 @@ _REFUSED = {
 """Reason for which the stub refuses a directory → message and remedy."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM)
-_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+_IN_THE_WAY = {
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "is not a directory, but distflow needs one there"),
+    errno.EISDIR: "is a directory, but distflow needs a file there",
+}
 
 
 def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
@@ -470,7 +473,7 @@ def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
     if number == errno.ENOENT:
         return f"distflow's directory {root} cannot be created on this node: {field('text')}", _OTHER_ROOT
     if number in _IN_THE_WAY:
-        return f"{field('path') or root} is not a directory, but distflow needs one there", f"remove it, or {_OTHER_ROOT}"
+        return f"{field('path') or root} {_IN_THE_WAY[number]}", f"remove it, or {_OTHER_ROOT}"
     if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
         lacking = f"{field('python') or 'its python'} lacks a part of the standard library: {field('text')}"
         return lacking, f"install the missing part, or another Python; {_OTHER_PYTHON}"

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from distflow.backends.machines.connection.shapes import check_answer, check_event
 from distflow.backends.steady import now
+from distflow.documents.text import bug_text
 from distflow.errors import AgentError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock, best_clock
 from distflow.protocol.names import Operation
@@ -101,7 +102,7 @@ class AgentLink:
         answered: queue.SimpleQueue[Result | NodeError] = queue.SimpleQueue()
 
         def take(answer: Result | NodeError) -> None:
-            taken: Result | NodeError = NodeUnreachable(self.node, f"the answer to `{op}` could not be handled")
+            taken: Result | NodeError = NodeUnreachable(self.node, bug_text(f"the answer to `{op}` could not be handled"))
             try:
                 if then is not None and not isinstance(answer, NodeError):
                     then(answer)
@@ -216,7 +217,7 @@ class AgentLink:
             check_event(message)
             if self._on_event is not None and not self._call(self._on_event, message):
                 kind = str(message["event"])[:_LONGEST_TEXT]
-                self._fail(NodeUnreachable(self.node, f"the agent's event `{kind}` could not be handled"))
+                self._fail(NodeUnreachable(self.node, bug_text(f"the agent's event `{kind}` could not be handled")))
                 raise ValueError(kind)  # ends the reader; the error above remains the reason
             return
         with self._state:
