@@ -92,8 +92,9 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
     for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
         if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
             _remember_types(importlib.import_module(module.name))
-    with suppress(ImportError):
-        importlib.import_module("s3fs")  # whose import takes more than a second, in each supervisor and command that uses S3
+    for name in ("jsonschema", "encodings.idna", "s3fs"):  # distflow imports them when it needs them
+        with suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that no command copies all these pages when it collects garbage
     with connection:

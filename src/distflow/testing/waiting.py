@@ -18,12 +18,14 @@ _MIN_TIMEOUT_S = 60.0
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
-    The pause between two calls is four times the duration of the last call, but 0.02 to 1 s. Polling therefore slows the
-    awaited process down only a little. Raises ``TimeoutError`` with ``what`` after ``timeout_s``, but not within the first
-    minute: an action of a second may take half a minute while several tests start processes.
+    Polling takes at most a tenth of a core: the pause between two calls is nine times the duration of the last call, or a
+    twentieth of the time already waited if that is longer, but 0.02 to 1 s. Raises ``TimeoutError`` with ``what`` after
+    ``timeout_s``, but not within the first minute: an action of a second may take half a minute while several tests start
+    processes.
     """
     timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
-    deadline = time.monotonic() + timeout_s
+    started = time.monotonic()
+    deadline = started + timeout_s
     pause = threading.Event()
     while True:
         begun = time.monotonic()
@@ -33,7 +35,7 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what
         now = time.monotonic()
         if now > deadline:
             raise TimeoutError(f"timed out after {timeout_s:g} s waiting for: {what or condition}")
-        pause.wait(min(max(0.02, 4 * (now - begun)), 1.0))
+        pause.wait(min(max(0.02, 9 * (now - begun), (now - started) / 20), 1.0))
 
 
 def is_alive(pid: int) -> bool:
