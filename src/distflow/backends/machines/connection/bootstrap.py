@@ -88,12 +88,12 @@ class Bundle:
 
     @cached_property
     def digest(self) -> str:
-        """Return the name of the archive's directory on a node: the SHA-256 of all files.
+        """Return the name of the archive's directory on a node: the hash of all files (BLAKE2b, RFC 7693, 32 bytes).
 
         Each file is hashed as a line with name and size, then its content. The stub computes the same digest from the unpacked
         directory before it imports anything from there.
         """
-        digest = hashlib.sha256()
+        digest = hashlib.blake2b(digest_size=32)
         for name, data in self._sources.items():
             digest.update(b"%s %d\n" % (name.encode(), len(data)) + data)
         return digest.hexdigest()
@@ -120,18 +120,16 @@ def refuse(why,path):
 def content(path):
  with open(path,"rb") as file: return file.read()
 def digest(top):
- try: from _sha2 import sha256
- except ImportError:
-  try: from _sha256 import sha256
-  except ImportError: from hashlib import sha256
- names=[]
+ try: from _blake2 import blake2b # hashlib would load OpenSSL
+ except ImportError: from hashlib import blake2b
+ paths=[]
  for folder,folders,files in os.walk(top):
   if "__pycache__" in folders: folders.remove("__pycache__")
-  names+=[os.path.relpath(os.path.join(folder,name),top) for name in files]
- total=sha256()
- for name in sorted(names):
-  data=content(os.path.join(top,name))
-  total.update((name+" "+str(len(data))+"\n").encode()+data)
+  paths+=[folder+"/"+name for name in files]
+ total=blake2b(digest_size=32)
+ for path in sorted(paths):
+  data=content(path)
+  total.update((path[len(top)+1:]+" "+str(len(data))+"\n").encode()+data)
  return total.hexdigest()
 def make(path):
  try:
