@@ -6,7 +6,9 @@ import gc
 import itertools
 import os
 import re
+import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,10 @@ def _use_memory_for_temporary_files() -> None:
 
 
 _use_memory_for_temporary_files()
+
+# pyenv starts Python by a shell script, which takes ten times as long as the start of the interpreter.
+if Path(shutil.which("python3") or "").parent.name == "shims":
+    os.environ["PATH"] = f"{sys.base_prefix}/bin:{os.environ['PATH']}"
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
 
