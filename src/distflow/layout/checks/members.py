@@ -14,11 +14,11 @@ __all__ = [
     "and_list",
     "bar",
     "change",
-    "literal_problems",
     "place",
     "ranks_field",
     "token_for",
     "unknown_warning",
+    "wrong_literals",
 ]
 
 
@@ -88,9 +88,9 @@ def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: s
     return Bar(name=member.name, offset=offset, size=size, note=note, place=place(where), marked=marked)
 
 
-def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> list[Problem]:
-    """Return a problem for each literal claim of a key in ``least`` that is not a whole number, or below the minimum there."""
-    problems = []
+def wrong_literals(members: Sequence[Member], least: Mapping[str, int]) -> list[tuple[Claim, Problem]]:
+    """Return the literal claims of keys in ``least`` that are no whole number or below the minimum, each with its problem."""
+    wrong = []
     for member in members:
         both = [*(member.claims.field or {}).values(), *member.flags.values()]
         for claim in both:
@@ -98,13 +98,13 @@ def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> lis
             if bound is None or claim.known is not Known.LITERAL:
                 continue
             if claim.number is None:
-                problems.append(_no_number(member, claim))
+                wrong.append((claim, _no_number(member, claim)))
             elif claim.number < bound:
                 message = f"{member.name}: {claim.text}: {claim.key} must be {bound} or more"
                 usual = member.claims.gpus or bound if claim.key in {"size", "nproc_per_node"} else bound
                 hint = f"write {bound} or more, such as {claim.written(usual)}"
-                problems.append(Problem(where=claim.where, message=message, hint=hint))
-    return problems
+                wrong.append((claim, Problem(where=claim.where, message=message, hint=hint)))
+    return wrong
 
 
 def _no_number(member: Member, claim: Claim) -> Problem:

@@ -22,11 +22,11 @@ from distflow.layout.checks.members import (
     and_list,
     bar,
     change,
-    literal_problems,
     place,
     ranks_field,
     token_for,
     unknown_warning,
+    wrong_literals,
 )
 from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Known
 from distflow.layout.drawing import draw, rank_text
@@ -82,14 +82,15 @@ def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
 
 def _out_of_bounds(members: Sequence[Member]) -> list[Problem]:
     """Return the problems of impossible values. The hint contains the right value if it follows from the other values."""
-    problems = literal_problems(members, {"offset": 0, "size": 1, "world_size": 1})
+    wrong = wrong_literals(members, {"offset": 0, "size": 1, "world_size": 1})
+    problems = [problem for _, problem in wrong]
     sizes = [member.number("size") for member in members]
     rows = [_row(member, size) for member, size in zip(members, sizes, strict=True) if size is not None]
-    if len(problems) != 1 or len(rows) < len(members):
+    if len(wrong) != 1 or len(rows) < len(members):
         return problems
     for edit in single_edits(rows):
         claim = members[edit.index].literal(edit.key)
-        if claim is not None and claim.where == problems[0].where and claim.text in problems[0].message:
+        if claim == wrong[0][0]:
             return [replace(problems[0], hint=change(claim, edit.value))]
     return problems
 

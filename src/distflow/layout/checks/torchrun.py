@@ -22,11 +22,11 @@ from distflow.layout.checks.members import (
     and_list,
     bar,
     change,
-    literal_problems,
     place,
     ranks_field,
     token_for,
     unknown_warning,
+    wrong_literals,
 )
 from distflow.layout.checks.spans import contradictions, spans_world, undefined_size
 from distflow.layout.claims.task_claims import Claim, Known
@@ -57,8 +57,8 @@ def torchrun_world(members: Sequence[Member], *, alone: str = "") -> tuple[World
 
     ``alone`` is a hint for a group of one task that claims only a part of a world.
     """
-    problems = literal_problems([_plain(member) for member in members], {"nnodes": 1, "node_rank": 0, "nproc_per_node": 1})
-    problems = problems or _same_for_replicas(members)
+    wrong = wrong_literals([_plain(member) for member in members], {"nnodes": 1, "node_rank": 0, "nproc_per_node": 1})
+    problems = [problem for _, problem in wrong] or _same_for_replicas(members)
     if problems:
         return None, problems
     if all(member.claims.field is not None for member in members):
