@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from distflow.samples.gpt import Gpt, loss_of
 from distflow.train.parallel import parallelize
 from distflow.train.strategies.description import Strategy, make_strategy
-from train.ranks import STEPS, TIME, Found, batch, optimizer_of, prepared, reference, whole
+from train.ranks import STEPS, TIME, Found, batch, in_float64, optimizer_of, prepared, reference, whole
 
 __all__ = ["FILLED", "first_values"]
 
@@ -26,7 +26,7 @@ FILLED: dict[int, dict[str, dict[str, Any]]] = {
         "hybrid": {"tp_size": 2},
         "pipeline of replicas": {"stages": 2},
     },
-    8: {"pipeline of shards and tensors": {"stages": 2, "shard_size": 2, "tp_size": 2}},
+    8: {"pipeline of shards and tensors": {"stages": 2, "shard_size": 2, "tp_size": 2, "sequence_parallel": True}},
 }
 """Ranks → name of a check, which begins with the kind → options."""
 
@@ -34,7 +34,7 @@ FILLED: dict[int, dict[str, dict[str, Any]]] = {
 def first_values(world: int) -> dict[str, Callable[[], Found]]:
     """Return the checks for this number of ranks."""
     found: dict[str, Callable[[], Found]] = {
-        f"{name}, filled": partial(_filled, make_strategy(name.split()[0], world, options))
+        f"{name}, filled": in_float64(partial(_filled, make_strategy(name.split()[0], world, options)))
         for name, options in FILLED[world].items()
     }
     return found | ({"cannot be filled": _refused, "odd modules": _odd} if world == 2 else {})
@@ -63,7 +63,7 @@ def _filled(strategy: Strategy) -> Found:
 
 def _on_meta() -> Gpt:
     with torch.device("meta"):
-        return Gpt(layers=4, hidden=32, heads=4, context=TIME)
+        return Gpt(layers=2, hidden=32, heads=4, context=TIME)
 
 
 def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -25,10 +25,10 @@ STEPS, BATCH, TIME = 2, 8, 12
 Found = dict[str, Any]
 
 
-def new_model(seed: int = 0) -> Gpt:
-    """Return a model of one block for each rank, at most four, so that a pipeline can give one to each."""
+def new_model(seed: int = 0, blocks: int = 2) -> Gpt:
+    """Return a model with ``blocks + 2`` layers, which a pipeline can cut into as many stages."""
     torch.manual_seed(seed)
-    return Gpt(layers=min(4, dist.get_world_size()), hidden=32, heads=4, context=TIME)
+    return Gpt(layers=blocks, hidden=32, heads=4, context=TIME)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    """Return SGD, on 2 ranks with momentum. On a mesh of several axes, torch needs long for each operation of an optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9 if dist.get_world_size() == 2 else 0.0)
 
 
 def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
@@ -62,6 +63,19 @@ def prepared(
     elif options:
         strategy = strategy.having(options)
     return parallelize(model, strategy, loss=loss, example=example)
+
+
+def in_float64(check: Callable[[], Found]) -> Callable[[], Found]:
+    """Return a check in which new tensors have float64, where rounding is negligible."""
+
+    def run() -> Found:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return check()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return run
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -28,5 +28,6 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and (name := _NAMES.get(func.overloadpacket.__name__)) is not None:
             self.calls[name] += 1
-            self.bytes[name] += sum(one.nbytes for one in args[0] if isinstance(one, torch.Tensor))
+            sent = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]  # a tensor would yield all its elements
+            self.bytes[name] += sum(one.nbytes for one in sent)
         return func(*args, **(kwargs or {}))

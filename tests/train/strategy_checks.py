@@ -19,40 +19,57 @@ from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 from train.choice_checks import calls_without_plan
-from train.evaluation_checks import evaluations
+from train.evaluation_checks import evaluation_difference, mode, no_samples
 from train.meta_checks import first_values
-from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, prepared, reference, whole
+from train.ranks import STEPS, Found, answer, batch, in_float64, new_model, optimizer_of, prepared, reference, whole
 from train.sent import Sent
 from train.sequence_checks import sequences
 
 
-def trained(strategy: Strategy, **more: Any) -> tuple[ParallelPlan, float]:
+def trained(
+    strategy: Strategy, *, blocks: int = 2, clips: bool = False, evaluates: bool = False
+) -> tuple[ParallelPlan, nn.Module, Found]:
+    """Train under a strategy and in one process. Return the plan, the other model and this rank's results."""
     # The other ranks have to get rank 0's parameters.
-    plan = prepared(new_model(seed=dist.get_rank()), strategy, loss=loss_of, **more)
-    optimizer = optimizer_of(plan.model)
+    plan = prepared(new_model(dist.get_rank(), blocks), strategy, loss=loss_of)
+    alone = new_model(0, blocks)
+    optimizers = optimizer_of(plan.model), optimizer_of(alone)
     index, count = plan.data_shard
-    loss = torch.zeros(())
+    found: Found = {}
     for step in range(STEPS):
-        inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
+        inputs, targets = batch(step)
+        mine = [one.tensor_split(count)[index] for one in (inputs, targets)]
         # Alternate between one and two passes.
-        loss = plan.forward_backward(inputs, targets, loss_of, micro_batches=1 + step % 2)
-        optimizer.step()
-        optimizer.zero_grad()
-    return plan, loss.item()
+        found["loss"] = plan.forward_backward(*mine, loss_of, micro_batches=1 + step % 2).item()
+        loss_of(alone(inputs), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if clips and not step:
+            found["norm"] = nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item()
+            found["norms"] = [plan.clip_gradients(maximum).item() for maximum in (0.5, 9.0)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if evaluates:
+            found["evaluations"] = max(found.get("evaluations", 0.0), evaluation_difference(plan, alone))
+    return plan, alone, found
 
 
 def compared(strategy: Strategy, **more: Any) -> Found:
-    plan, loss = trained(strategy, **more)
+    plan, alone, found = trained(strategy, **more)
     model = plan.model
-    wanted, start, got = reference(), dict(new_model().named_parameters()), whole(model)
+    wanted = {name: parameter.detach() for name, parameter in alone.named_parameters()}
+    start, got = dict(new_model(0, more.get("blocks", 2)).named_parameters()), whole(model)
     inner = model.part if isinstance(model, Pipeline) else model
-    mine = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in inner.parameters())
-    worst = torch.tensor(max((got[name] - wanted[name]).abs().max().item() for name in got))
+    held = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in inner.parameters())
+    worst = torch.tensor([max((got[name] - wanted[name]).abs().max().item() for name in got), found.get("evaluations", 0.0)])
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, (sorted(got), mine, loss))
+    dist.all_gather_object(names, (sorted(got), held, found["loss"]))
+    if "evaluations" in found:
+        found["evaluations"] = worst[1].item()
     return {
-        "difference": worst.item(),
+        **found,
+        "difference": worst[0].item(),
         "moved": max((start[name] - one).abs().max().item() for name, one in wanted.items()),
         "complete": {name for one, _, _ in names for name in one} == set(wanted),
         "shares": [share / sum(one.numel() for one in wanted.values()) for _, share, _ in names],
@@ -61,18 +78,17 @@ def compared(strategy: Strategy, **more: Any) -> Found:
     }
 
 
-def made(kind: str, **options: Any) -> Callable[[], Found]:
-    """Return a check that compares in float64, where rounding is negligible; with mixed precision, in float32."""
+def made(kind: str, *also: str, blocks: int = 2, **options: Any) -> Callable[[], Found]:
+    """Return a check that compares training in float64; with mixed precision, in float32.
+
+    ``also``: "clips" and "evaluates" compare these, too.
+    """
 
     def check() -> Found:
-        if "mixed_precision" not in options:
-            torch.set_default_dtype(torch.float64)
-        try:
-            return compared(make_strategy(kind, dist.get_world_size(), options))
-        finally:
-            torch.set_default_dtype(torch.float32)
+        strategy = make_strategy(kind, dist.get_world_size(), options)
+        return compared(strategy, blocks=blocks, **dict.fromkeys(also, True))
 
-    return check
+    return check if "mixed_precision" in options else in_float64(check)
 
 
 class Shifted(nn.Module):
@@ -257,28 +273,10 @@ def means() -> Found:
     }
 
 
-def clipped(*strategies: Strategy) -> Found:
-    """Return the norm of the whole gradient before and after clipping, by strategy and in one process."""
-    alone = new_model()
-    inputs, targets = batch(0)
-    loss_of(alone(inputs), targets).backward()
-    found: Found = {"one process": [nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item(), 0.5]}
-    for strategy in strategies:
-        plan = prepared(new_model(), strategy, loss=loss_of)
-        index, count = plan.data_shard
-        inputs, targets = (one.tensor_split(count)[index] for one in batch(0))
-        plan.forward_backward(inputs, targets, loss_of)
-        found[f"{strategy.kind} {strategy.names} {dict(strategy.options)}"] = [
-            plan.clip_gradients(0.5).item(),
-            plan.clip_gradients(9.0).item(),
-        ]
-    return found
-
-
 def whole_state() -> Found:
-    plan, _ = trained(make_strategy("fsdp", 2))
+    plan, alone, _ = trained(make_strategy("fsdp", 2))
     state = plan.full_state_dict()
-    wanted = reference()
+    wanted = dict(alone.named_parameters())
     found: Found = {"kept": len(state) if dist.get_rank() else -1}
     if dist.get_rank() == 0:
         assert set(wanted) == set(state)
@@ -343,22 +341,22 @@ def refusals() -> Found:
 
 CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
     2: {
-        "ddp": made("ddp"),
+        "ddp": made("ddp", "clips", "evaluates"),
         "ddp static graph": made("ddp", static_graph=True, gradient_as_bucket_view=False),
         "ddp checkpointed": made("ddp", activation_checkpointing=True),
-        "fsdp": made("fsdp"),
-        "fsdp SHARD_GRAD_OP": made("fsdp", sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy="none"),
+        "fsdp": made("fsdp", "clips", "evaluates"),
+        "fsdp SHARD_GRAD_OP": made("fsdp", "evaluates", sharding_strategy="SHARD_GRAD_OP"),
         "fsdp NO_SHARD": made("fsdp", sharding_strategy="NO_SHARD"),
         "fsdp by size": made("fsdp", auto_wrap_policy="size", min_num_params=5000),
         "fsdp by class, checkpointed": made("fsdp", transformer_layer_cls=["Block"], activation_checkpointing=True),
-        "fsdp offloaded": made("fsdp", cpu_offload=True),
+        "fsdp offloaded": made("fsdp", cpu_offload=True, auto_wrap_policy="none"),
         "fsdp bf16": made("fsdp", mixed_precision="bf16", reduce_dtype="fp32"),
-        "tp": made("tp"),
+        "tp": made("tp", "clips", "evaluates"),
         "tp by plan": made("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
-        "tp of sequences": made("tp", sequence_parallel=True),
-        "pipeline gpipe": made("pipeline", schedule="gpipe", micro_batches=4),
-        "pipeline 1f1b": made("pipeline", micro_batches=4),
-        "pipeline interleaved": made("pipeline", schedule="interleaved_1f1b", micro_batches=4),
+        "tp of sequences": made("tp", "clips", sequence_parallel=True),
+        "pipeline gpipe": made("pipeline", "evaluates", schedule="gpipe", micro_batches=4),
+        "pipeline 1f1b": made("pipeline", "clips", "evaluates", micro_batches=4),
+        "pipeline interleaved": made("pipeline", "evaluates", schedule="interleaved_1f1b", micro_batches=4),
         "pipeline cut": made("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
         "pipeline in bfloat16": pipeline_in_bfloat16,
@@ -370,59 +368,44 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "accumulation": accumulation,
         "local sgd": drifting_apart,
         "means": means,
-        "clipping": lambda: clipped(
-            *(make_strategy(kind, 2) for kind in ("ddp", "fsdp", "tp", "pipeline")),
-            make_strategy("tp", 2, {"sequence_parallel": True}),
-        ),
         "whole state": whole_state,
         "refusals": refusals,
+        "evaluation mode": mode,
+        "no samples": no_samples,
         **sequences(2),
-        **evaluations(2),
         **first_values(2),
     },
     4: {
         "ddp": made("ddp"),
         "fsdp": made("fsdp"),
-        "fsdp HYBRID_SHARD": made("fsdp", sharding_strategy="HYBRID_SHARD", shard_size=2),
+        "fsdp HYBRID_SHARD": made("fsdp", "clips", sharding_strategy="HYBRID_SHARD", shard_size=2),
         "tp": made("tp"),
-        "hybrid": made("hybrid", tp_size=2),
+        "hybrid": made("hybrid", "clips", "evaluates", tp_size=2),
         "hybrid checkpointed": made("hybrid", tp_size=2, activation_checkpointing=True),
         "hybrid of sequences": made("hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True),
-        "pipeline": made("pipeline", micro_batches=8),
-        "pipeline of replicas": made("pipeline", stages=2, micro_batches=2),
+        "pipeline": made("pipeline", "evaluates", micro_batches=8),
+        "pipeline of replicas": made("pipeline", "clips", "evaluates", stages=2, micro_batches=2),
         "pipeline of replicas, interleaved": made(
-            "pipeline", stages=2, micro_batches=2, schedule="interleaved_1f1b", stages_per_rank=3
+            "pipeline", blocks=4, stages=2, micro_batches=2, schedule="interleaved_1f1b", stages_per_rank=3
         ),
         "replicas × tp": made("hybrid", tp_size=2, shard_size=1),
-        "stages × tp": made("pipeline", stages=2, tp_size=2, micro_batches=2),
-        "stages × shards": made("pipeline", stages=2, shard_size=2, activation_checkpointing=True),
+        "stages × tp": made("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
+        "stages × shards": made("pipeline", "clips", stages=2, shard_size=2, activation_checkpointing=True),
         "stages × shards, interleaved": made(
             "pipeline", stages=2, shard_size=2, micro_batches=2, schedule="interleaved_1f1b", sharding_strategy="SHARD_GRAD_OP"
         ),
-        "clipping": lambda: clipped(
-            make_strategy("pipeline", 4, {"stages": 2, "tp_size": 2}),
-            make_strategy("pipeline", 4, {"stages": 2, "shard_size": 2}),
-            make_strategy("hybrid", 4, {"tp_size": 2}),
-            make_strategy("fsdp", 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}),
-            make_strategy("pipeline", 4, {"stages": 2}),
-        ),
         "mesh groups": mesh_groups,
-        "calls without a plan": calls_without_plan,
+        "calls without a plan": in_float64(calls_without_plan),
         **sequences(4),
-        **evaluations(4),
         **first_values(4),
     },
     8: {
-        "replicas × shards × tp": made("hybrid", tp_size=2, shard_size=2),
-        "stages × shards × tp": made("pipeline", stages=2, shard_size=2, tp_size=2, sequence_parallel=True),
-        "stages × replicas × tp": made("pipeline", stages=2, tp_size=2, micro_batches=2),
-        "stages × replicas × shards": made("pipeline", stages=2, shard_size=2),
-        "clipping": lambda: clipped(
-            make_strategy("hybrid", 8, {"tp_size": 2, "shard_size": 2}),
-            make_strategy("pipeline", 8, {"stages": 2, "shard_size": 2, "tp_size": 2}),
-            make_strategy("pipeline", 8, {"stages": 2, "tp_size": 2}),
+        "replicas × shards × tp": made("hybrid", "clips", tp_size=2, shard_size=2),
+        "stages × shards × tp": made(
+            "pipeline", "clips", "evaluates", stages=2, shard_size=2, tp_size=2, sequence_parallel=True
         ),
-        **evaluations(8),
+        "stages × replicas × tp": made("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
+        "stages × replicas × shards": made("pipeline", stages=2, shard_size=2),
         **first_values(8),
     },
 }

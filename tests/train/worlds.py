@@ -45,7 +45,7 @@ def _run(script: Path, ranks: int, folder: Path, results: Path, temporary: pytes
     meeting.unlink(missing_ok=True)  # of another worker that failed
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent / 'src'}",
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
