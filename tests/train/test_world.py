@@ -351,13 +351,13 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
     run = start(
         """
         import os, sys
-        from torch.distributed.run import main
         if "RANK" not in os.environ:
+            from torch.distributed.run import main
             main(["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "script.py"])
             sys.exit()
-        from distflow import train
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
             sys.exit(3)
+        from distflow import train
         place = train.init(start_timeout=60)
         train.report(step=0, size=place.size, stop=train.stop_requested())
         """,
