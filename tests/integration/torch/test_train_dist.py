@@ -28,7 +28,7 @@ from preloaded import Preloaded, start_preloaded
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[3] / "workflow_specs" / "train_dist.py"
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+TORCHRUN = ("-m", "torch.distributed.run")
 DEADLINE_S = 240.0
 """For one run, on a machine that is busy with other things."""
 FOREVER = "100000"
@@ -55,10 +55,10 @@ class Run:
         arguments = [str(SCRIPT), "--output", str(self.output), *flags]
         known = {**inherited, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-            if not launcher:
+            if sys.executable not in launcher:
                 with open(os.devnull) as stdin:
                     files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-                    self.process = start_preloaded(temporary, arguments, folder, known, *files)
+                    self.process = start_preloaded(temporary, [*launcher, *arguments], folder, known, *files)
                 return
             self.process = subprocess.Popen(
                 [*launcher, *arguments],
@@ -109,7 +109,10 @@ class Run:
 
 
 class Start(Protocol):
-    """Starts the script with these flags in a process that has torch, or by a launcher; more environment variables by name."""
+    """Starts the script with these flags, or a launcher of it; more environment variables by name.
+
+    The process has already imported torch, unless the launcher is ``sys.executable``.
+    """
 
     def __call__(self, *flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
         """Return the started run."""
@@ -122,7 +125,7 @@ def start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     port = str(free_port(""))
 
     def start_one(*flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
-        command = [*launcher, "--master_port", port] if TORCHRUN in launcher else [*launcher]
+        command = [*launcher, "--master_port", port] if launcher[:2] == TORCHRUN else [*launcher]
         runs.append(Run(command, flags, tmp_path / f"run-{len(runs)}", {"MASTER_PORT": port, **environment}, tmp_path_factory))
         return runs[-1]
 
@@ -203,7 +206,7 @@ def test_one_invocation_starts_size_processes(start: Start) -> None:
 
 def test_torchrun_starts_the_same_script(start: Start) -> None:
     """Under torchrun each process is one rank already, and starts no others."""
-    run = start("--epochs", "8", launcher=(TORCHRUN, "--nnodes", "1", "--nproc_per_node", "2"))
+    run = start("--epochs", "8", launcher=(*TORCHRUN, "--nnodes", "1", "--nproc_per_node", "2"))
 
     assert run.wait() == 0, run.stderr
     assert sorted(run.pids) == [0, 1]
