@@ -422,9 +422,9 @@ if world.rank == 0:
 """
 
 
-def test_a_pipeline_saves_a_tied_parameter_once(start: Start) -> None:
+def test_a_pipeline_saves_a_tied_parameter_once(start_with_torch: Start) -> None:
     pytest.importorskip("safetensors", reason="safetensors is not installed")
-    run = start(TIED, "--size", "2")
+    run = start_with_torch(TIED, "--size", "2")
     assert run.wait() == 0, run.stderr
     (found,) = run.records
     assert found["state"] == "0.weight 1.weight 2.weight 3.weight"

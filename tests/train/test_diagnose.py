@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, TaskOutcome
 from distflow.lifecycle.states import Reason
+from preloaded import start_preloaded
 
 MOUNTING = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
 """As in ``faults.py``, which is not imported here because it imports torch."""
@@ -39,7 +38,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     folder = tmp_path_factory.mktemp("faults")
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("faults.py")
-    subprocess.run([sys.executable, str(script), str(folder)], env=environment, check=True, timeout=200)
+    with open(os.devnull, "r+") as null:
+        files = (null.fileno(), null.fileno(), 2)
+        main = start_preloaded(tmp_path_factory, [str(script), str(folder)], folder, environment, *files)
+    assert main.wait(200) == 0
     results: dict[str, dict[str, int]] = json.loads((folder / "results.json").read_text())
     return {
         name: Case(
