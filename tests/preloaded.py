@@ -166,7 +166,7 @@ _SITE = """
 import os, sys
 command = [one for one in sys.orig_argv[1:] if one != "-u"]
 is_launcher = command[:2] in (["-m", "distflow.train.launch"], ["-m", "torch.distributed.run"])
-if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun")):
+if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun", "/accelerate")):
     sys.path.insert(0, {folder!r})
     import preloaded
     sys.path.remove({folder!r})
