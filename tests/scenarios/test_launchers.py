@@ -56,6 +56,7 @@ import datetime, json, os, sys
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.barrier()  # from here, each rank notices the end of another one at once
 if os.environ.get("FAIL_AT") == os.environ.get("TORCHELASTIC_RESTART_COUNT"):
     os._exit(3)  # its peers wait for it in the sum
 value = torch.tensor([float(dist.get_rank())])
@@ -189,7 +190,8 @@ def test_a_rank_that_ends_slowly_after_its_exception_is_the_first_cause(cli: Cli
 
 
 @pytest.mark.torch
-def test_torchrun_restarts_the_ranks_of_a_gang(cli: Cli) -> None:
+def test_torchrun_restarts_the_ranks_of_a_gang(cli: Cli, forking_site: str) -> None:
+    cli.configure(environment={"PYTHONPATH": forking_site})
     rows = _trained(cli, "{kind: torchrun, max_restarts: 2}", fail="0")
     assert {row["restart"] for row in rows if row["task"] == "master"} == {"1"}
     assert sorted((row["rank"], row["of"], row["sum"]) for row in rows) == [(rank, 3, 3.0) for rank in range(3)]
