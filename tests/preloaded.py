@@ -3,7 +3,8 @@
 Importing torch takes 2 to 5 s of processor time, which is most of the time of a small training. Otherwise the forks are
 ordinary processes: each has its own pid, session, arguments, environment, working directory, output and exit code. If such a
 process starts Python itself (the ranks of a launcher), it forks them, too. Only torch is preloaded, so each process imports
-distflow again. Tests of the start or the end of an interpreter, of torchrun, or of the variables that torch reads at import use
+distflow again. The server imports further modules for the first process whose variable ``PRELOAD`` names them, separated by
+spaces. Tests of the start or the end of an interpreter, of torchrun, or of the variables that torch reads at import use
 ``sys.executable`` instead.
 
 ``start_preloaded`` starts such a process from a test. With the fixture ``forking_site`` in the ``PYTHONPATH`` of a task, the
@@ -38,13 +39,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Preloaded", "fork_interpreters", "start_preloaded", "write_forking_site"]
+__all__ = ["TRANSFORMERS", "Preloaded", "fork_interpreters", "start_preloaded", "write_forking_site"]
 
 _BASIC = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 )  # fmt: skip
 """The modules that the ranks of most trainings import. DDP and the optimizers import ``torch._dynamo``."""
+TRANSFORMERS = "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama"
+"""The value of ``PRELOAD`` for trainings of Hugging Face models."""
 _FLAGS = {"-u", "-B", "-E", "-I", "-s"}
 _ANSWER_S = 150.0
 """Time limit for the pid of a new process. The first one waits until the server has imported torch."""
@@ -218,10 +221,16 @@ def _serve(server: socket.socket, owner: int) -> None:
             if key.fileobj is server:
                 connection, _ = server.accept()
                 request, handles, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+                if not request:  # only a test of the address
+                    connection.close()
+                    continue
+                arguments, folder, environment = json.loads(request)
+                modules = environment.get("PRELOAD", "").split()
+                if not _LOADED.issuperset(modules):
+                    fork_interpreters(modules)
                 pid = os.fork()
                 if pid == 0:
                     os.setsid()
-                    arguments, folder, environment = json.loads(request)
                     _become(arguments, folder, environment, handles)
                 for handle in handles:
                     os.close(handle)

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 
 from distflow.layout.strategy.model import parse_strategy
 from distflow.testing.waiting import wait_until
-from preloaded import start_preloaded
+from preloaded import TRANSFORMERS, start_preloaded
 from scenarios.conftest import Cli
 from scenarios.lab import checkout, json_lines
 
@@ -40,11 +38,19 @@ def undisturbed(
     }
     path = REPOSITORY / "workflow_specs" / script
     command = ["-m", "distflow.train.launch", "--size", str(ranks), str(path), *arguments]
+    output = run_preloaded(folder, command, environment, temporary)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def run_preloaded(
+    folder: Path, arguments: list[str], environment: dict[str, str], temporary: pytest.TempPathFactory
+) -> str:  # fmt: skip
+    """Run Python in a folder to its end, and return what it prints."""
     output = folder / "output"
     with output.open("wb") as file, open(os.devnull) as stdin:
-        process = start_preloaded(temporary, command, folder, environment, stdin.fileno(), file.fileno(), file.fileno())
+        process = start_preloaded(temporary, arguments, folder, environment, stdin.fileno(), file.fileno(), file.fileno())
     assert process.wait(200) == 0, output.read_text()
-    return [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+    return output.read_text()
 
 
 def kill_the_last_rank(cli: Cli, workflow: str, ranks: int) -> None:
@@ -87,14 +93,15 @@ transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_siz
 
 
 def test_a_fine_tune_whose_rank_is_killed_ends_with_the_same_files(
-    cli: Cli, forking_site: str, tmp_path_factory: pytest.TempPathFactory
+    cli: Cli, forking_site: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     base = cli.folder / "base"
-    subprocess.run([sys.executable, "-c", BASE, str(base)], check=True, timeout=120)
+    monkeypatch.setenv("PRELOAD", TRANSFORMERS)
+    run_preloaded(cli.folder, ["-c", BASE, str(base)], dict(os.environ), tmp_path_factory)
     assert len(list(base.glob("*.safetensors"))) > 1
     spec = checkout(cli, REPOSITORY) / "fine_tune.yaml"
-    cli.configure(environment={"PYTHONPATH": forking_site})
+    cli.configure(environment={"PYTHONPATH": forking_site, "PRELOAD": TRANSFORMERS})
     values = [f"base=file://{base}", "epochs=2", "pause=0.4", f"store=file://{cli.folder}/store"]
     workflow = cli.submit(str(spec), "--set", *values)
     kill_the_last_rank(cli, workflow, 4)

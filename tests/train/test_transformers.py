@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from preloaded import TRANSFORMERS
 from train.conftest import Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -86,7 +87,7 @@ for name, build in MODELS.items():
 
 def test_models_of_hugging_face_train_as_in_one_process(start_with_torch: Start) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    run = start_with_torch(SCRIPT, "--size", "2")
+    run = start_with_torch(SCRIPT, "--size", "2", PRELOAD=TRANSFORMERS)
     assert run.wait() == 0, run.stderr
     compared = [one for one in run.records if "worst" in one]
     assert len(compared) == 2 * 2 * (5 * 3 + 3 * 2)
