@@ -77,10 +77,12 @@ def need(*programs: str) -> None:
 
 @pytest.mark.ssh
 @pytest.mark.torch
-def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(lab: Lab, repository: Path) -> None:
+def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(
+    lab: Lab, repository: Path, forking_site: str
+) -> None:  # fmt: skip
     need("nslookup", "nc")
     cli = lab.cli
-    lab.configure(names=("gpu1", "gpu2"))
+    lab.configure(names=("gpu1", "gpu2"), environment={"PYTHONPATH": forking_site})
     shutil.copy(repository / "workflow_specs" / "train_dist.py", cli.folder)
     done = cli.run(
         "workflow", "submit", cli.spec(TUTORIAL), "--wait", "--set", f"port={free_port('')}", timeout=170

@@ -322,6 +322,7 @@ def test_torch_sums_over_the_nodes_and_says_how_fast(hosts: Hosts) -> None:
     assert (found["nodes"], found["skipped"], found["failed"]) == (["gpu1", "gpu2"], None, None)
     assert [one["bytes"] for one in found["sizes"]] == [1 << 10, 1 << 20, 1 << 24]
     assert all(one["bus_bandwidth"] == pytest.approx(one["bytes"] / one["seconds"]) for one in found["sizes"])
+    hosts.configure()
     alone = hosts.check("--all-reduce", "--node", "gpu1", code=0)
     assert alone["all_reduce"]["skipped"] == "at least two nodes must answer"
 
