@@ -47,9 +47,9 @@ workflow:
     tasks:
     - name: master
       lead: true
-      command: &torchrun [torchrun, --nnodes, "2", --nproc_per_node, "2", --node_rank, "{{node_rank}}"]
+      command: [torchrun, --nnodes, "2", --nproc_per_node, "1", --node_rank, "{{node_rank}}"]
       args: &args [--master_addr, "{{master_addr}}", --master_port, "{{master_port}}", /train.py]
-      ranks: {size: 2}
+      ranks: {size: 1}
       files: &files
       - path: /train.py
         contents: |
@@ -60,12 +60,12 @@ workflow:
           def main():
               dist.init_process_group("gloo")
               print("ready", flush=True)
-              if dist.get_rank() == 3:
+              if dist.get_rank() == 2:
                   raise ValueError(f"bad label, says process {os.getpid()}")
               dist.barrier()
           main()
     - name: worker
-      command: *torchrun
+      command: [torchrun, --nnodes, "2", --nproc_per_node, "2", --node_rank, "{{node_rank}}"]
       args: *args
       ranks: {size: 2}
       files: *files
@@ -81,7 +81,7 @@ workflow:
     tasks:
     - name: master
       lead: true
-      ranks: {size: 2}
+      ranks: {size: 1}
       command: &train [python3, /train.py]
       files: &files
       - path: /train.py
@@ -89,7 +89,7 @@ workflow:
           import torch.distributed as dist
           dist.init_process_group("gloo")
           print("ready", flush=True)
-          if dist.get_rank() == 3:
+          if dist.get_rank() == 2:
               raise RuntimeError("bad batch 17")
           dist.barrier()
     - {name: worker, ranks: {size: 2}, command: *train, files: *files}
@@ -158,8 +158,9 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
 
 
 @pytest.mark.torch
-def test_a_rank_that_is_killed_is_named_with_its_process(lab: Lab, repository: Path) -> None:
+def test_a_rank_that_is_killed_is_named_with_its_process(lab: Lab, repository: Path, forking_site: str) -> None:
     cli = lab.cli
+    lab.configure(environment={"PYTHONPATH": forking_site})
     specs = checkout(cli, repository)
     workflow = cli.submit(str(specs / "pytorch_dist.yaml"), "--set", "epochs=1000000", "size=2")
     wait_until(lambda: any("loss" in row for row in json_lines(cli.logs(workflow))), 120)
@@ -179,7 +180,7 @@ def test_an_exception_under_torchrun_is_reported_with_its_rank_and_traceback(lab
     workflow = cli.submit(cli.spec(RAISES))
     answer = cli.await_status(workflow, "FAILED", timeout=120)
     cause = answer["groups"][0]["first_cause"]
-    assert (cause["task"], cause["ranks"], cause["exit_code"]) == ("worker", "3", 1)
+    assert (cause["task"], cause["ranks"], cause["exit_code"]) == ("worker", "2", 1)
     assert cause["message"] == f"exit code 1: ValueError: bad label, says process {cause['pid']}"
     assert cause["traceback"].startswith("Traceback (most recent call last):")
     assert cause["traceback"].splitlines()[-1].startswith("ValueError: bad label")
@@ -196,15 +197,15 @@ def test_an_exception_of_a_script_without_record_is_named_with_its_rank_and_trac
     lab.configure(python=sys.executable)
     workflow = cli.submit(cli.spec(PLAIN))
     cause = cli.await_status(workflow, "FAILED", timeout=120)["groups"][0]["first_cause"]
-    assert (cause["task"], cause["ranks"], cause["message"]) == ("worker", "3", "exit code 1: RuntimeError: bad batch 17")
+    assert (cause["task"], cause["ranks"], cause["message"]) == ("worker", "2", "exit code 1: RuntimeError: bad batch 17")
     assert cause["traceback"].splitlines()[-1] == "RuntimeError: bad batch 17"
     assert not any("ChildFailedError" in line for line in cause["lines"])
     shown = cli.run("workflow", "query", workflow).out
-    assert "rank 3: exit code 1: RuntimeError: bad batch 17" in shown
+    assert "rank 2: exit code 1: RuntimeError: bad batch 17" in shown
     assert not any(task["last_line"].startswith("====") for task in cli.tasks(workflow).values())
     assert "Traceback   | Traceback (most recent call last):" in cli.run("workflow", "why", workflow).out
     told = cli.run("workflow", "diagnose", workflow).out
-    assert "rank 3 (worker on gpu" in told
+    assert "rank 2 (worker on gpu" in told
     assert "raised RuntimeError: bad batch 17 (" in told
     assert "not known" not in told
 
