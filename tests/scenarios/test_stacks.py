@@ -207,7 +207,8 @@ workflow:
 
 
 @pytest.mark.torch
-def test_the_rank_that_others_wait_for_in_a_collective_is_named(cli: Cli) -> None:
+def test_the_rank_that_others_wait_for_in_a_collective_is_named(cli: Cli, forking_site: str) -> None:
+    cli.configure(environment={"PYTHONPATH": forking_site})
     workflow = cli.submit(cli.spec(COLLECTIVES))
     wait_until(lambda: cli.logs(workflow).count('"step": 1') == 3, 120)
     both = "in all_reduce, collective 2: ranks 0, 2\n"
