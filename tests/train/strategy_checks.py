@@ -40,7 +40,7 @@ def trained(
         inputs, targets = batch(step)
         mine = [one.tensor_split(count)[index] for one in (inputs, targets)]
         # Alternate between one and two passes.
-        found["loss"] = plan.forward_backward(*mine, loss_of, micro_batches=1 + step % 2).item()
+        found["loss"] = plan.forward_backward(mine[0], mine[1], loss_of, micro_batches=1 + step % 2).item()
         loss_of(alone(inputs), targets).backward()
         for optimizer in optimizers:
             optimizer.step()
