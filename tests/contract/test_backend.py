@@ -304,8 +304,7 @@ def on_kubernetes(kubernetes: KubernetesCluster) -> Iterator[Callable[..., Bench
     kubernetes.delete_namespace(namespace)
 
 
-RAY = pytest.param("ray", marks=pytest.mark.slow)
-KUBERNETES = pytest.param("kubernetes", marks=pytest.mark.slow)
+ENGINES = [pytest.param(name, marks=pytest.mark.slow) for name in ("slurm", "ray", "kubernetes")]
 BENCHES: dict[str, Callable[..., Bench]] = {"fake": _fake, "local": _machines}
 """Name → a way to make one; ``on_slurm``, ``on_ray`` and ``on_kubernetes`` are further ones."""
 
@@ -315,12 +314,12 @@ def _maker(request: pytest.FixtureRequest) -> Callable[..., Bench]:
     return made
 
 
-@pytest.fixture(params=[*BENCHES, "slurm", RAY, KUBERNETES])
+@pytest.fixture(params=[*BENCHES, *ENGINES])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     yield from _connected(_maker(request)(tmp_path))
 
 
-@pytest.fixture(params=[*BENCHES, "slurm", RAY, KUBERNETES])
+@pytest.fixture(params=[*BENCHES, *ENGINES])
 def late_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     """One whose nodes' clocks are behind ours."""
     yield from _connected(_maker(request)(tmp_path, behind_s=BEHIND_S))

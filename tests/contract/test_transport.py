@@ -27,8 +27,7 @@ HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n",
 
 
 ON_SSH = pytest.mark.ssh
-RAY = pytest.param("ray", marks=pytest.mark.slow)
-KUBERNETES = pytest.param("kubernetes", marks=pytest.mark.slow)
+ENGINES = ("slurm", "ray", "kubernetes")
 
 
 @pytest.fixture(
@@ -37,16 +36,14 @@ KUBERNETES = pytest.param("kubernetes", marks=pytest.mark.slow)
         pytest.param("ssh", marks=ON_SSH),
         "hub",
         pytest.param("hub over ssh", marks=ON_SSH),
-        "slurm",
-        RAY,
-        KUBERNETES,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES),
     ]
 )
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     """A transport to this machine."""
     over_ssh: Callable[[], Transport] | None = request.getfixturevalue("over_ssh") if "ssh" in request.param else None
     made: Transport = LocalTransport() if over_ssh is None else over_ssh()
-    if request.param in ("slurm", "ray", "kubernetes"):
+    if request.param in ENGINES:
         made = request.getfixturevalue(f"over_{request.param}")()
     if "hub" in request.param:
         made = MultiplexedTransport(made, python=sys.executable)
