@@ -292,6 +292,7 @@ def _become(
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_PATH]
     for name in sys.modules.keys() - _LOADED:
         del sys.modules[name]
+    process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     process._children.clear()  # type: ignore[attr-defined]
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     if debug := sys.modules.get("torch.distributed"):

@@ -48,8 +48,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TRAINING = ("training.md", "strategies.md")
-"""Pages whose tasks use `forking_site`. The page about `stacks` trains too, but must show the processes of a normal node."""
+TRAINING = ("launch.md", "pytorch-examples.md", "strategies.md", "training.md")
+"""Pages whose scripts and tasks use `forking_site`. The page about `stacks` must show the processes of a normal node."""
 
 # -- the pages --------------------------------------------------------------------------------------------------------
 
