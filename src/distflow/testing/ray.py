@@ -6,6 +6,7 @@ It starts in about 10 s. ``stop`` ends all of its processes and removes its file
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from distflow.backends.allocated.ray.program import ClusterProgram
 from distflow.errors import DistflowError, NodeUnreachable
@@ -40,9 +41,14 @@ _SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_enable_metrics_collection": "0",
 }
-_PRELUDE = """\
-import ray
-ray.init(address={address!r}, namespace="distflow", log_to_driver=False, logging_level="ERROR")
+_RUNNER = """\
+import contextlib, io, json, ray, sys
+ray.init(address=sys.argv[1], namespace="distflow", log_to_driver=False, logging_level="ERROR")
+ray._private.worker.global_worker.threads_stopped.set()  # as in cluster_program.py
+for line in sys.stdin:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(json.loads(line), {"ray": ray})
+    print(json.dumps(output.getvalue()), flush=True)
 """
 
 
@@ -73,6 +79,7 @@ class RayCluster:
         self._environment = os.environ | _SETTINGS
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._program = ClusterProgram(LocalTransport("ray"), python=sys.executable, address=self.address)
+        self._runner: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> RayCluster:
         """Start."""
@@ -94,7 +101,7 @@ class RayCluster:
 
     def stop(self) -> None:
         """Kill all of its processes, including its actors. May be called twice."""
-        self._program.close()
+        self._close_programs()
         for node in reversed(self.nodes):
             self.kill_node(node)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -137,7 +144,7 @@ class RayCluster:
                 preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
             )
         if is_head:
-            self._program.close()
+            self._close_programs()
 
     def kill_node(self, node: str) -> None:
         """Kill Ray's processes and actors on a node, as a power failure does."""
@@ -173,9 +180,30 @@ class RayCluster:
             return self._program.ask(name, **arguments)
 
     def run(self, code: str) -> str:
-        """Run Python code in which the module ``ray`` is connected to the cluster, and return its output."""
-        command = [sys.executable, "-c", _PRELUDE.format(address=self.address) + code]
-        return subprocess.run(command, capture_output=True, check=True, timeout=60, text=True, cwd=self.folder).stdout
+        """Run Python code in which the module ``ray`` is connected to the cluster, and return its output.
+
+        One process runs all code, because each process that imports Ray and connects needs a second of processor time.
+        """
+        if self._runner is None or self._runner.poll() is not None:
+            with (self.folder / "runner.log").open("ab") as log:
+                self._runner = subprocess.Popen(
+                    [sys.executable, "-c", _RUNNER, self.address],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                    cwd=self.folder, env=self._environment,
+                )  # fmt: skip
+        stdin, stdout = cast("tuple[IO[str], IO[str]]", (self._runner.stdin, self._runner.stdout))
+        print(json.dumps(code), file=stdin, flush=True)
+        answer = stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the code failed: {(self.folder / 'runner.log').read_text()[-2000:]}")
+        return str(json.loads(answer))
+
+    def _close_programs(self) -> None:
+        self._program.close()
+        if self._runner is not None:
+            self._runner.kill()
+            self._runner.communicate()
+            self._runner = None
 
     def kill_programs(self) -> int:
         """Kill distflow's programs that are connected to this cluster, including that of ``ask``, and return their number."""
