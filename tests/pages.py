@@ -276,15 +276,15 @@ class Terminal:
     def end(self) -> None:
         """Cancel the workflows that still run, and wait until the supervisor has ended."""
         from distflow.state.directory import StateDirectory
+        from distflow.state.store import Store
         from distflow.supervisor.process import is_running
 
-        if not self.state.exists():
-            return
-        distflow = "distflow workflow"
-        self.run(f"{distflow} list -c 1000 -s PENDING -s RUNNING -t json | grep '\"name\"' | cut -d'\"' -f4 > left")
-        left = (self.folder / "left").read_text().split()
-        if left:
-            self.run(f"{distflow} cancel --force --wait 60 {' '.join(left)}")
+        store = StateDirectory(self.state).store
+        if store.exists():
+            with Store(store) as opened:
+                left = [record.id for record in opened.list(count=1000) if not record.state.is_final]
+            if left:
+                self.run(f"distflow workflow cancel --force --wait 60 {' '.join(left)}")
         wait_until(lambda: not is_running(StateDirectory(self.state)), 60)
 
 
