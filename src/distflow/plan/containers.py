@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distflow.documents.problems import Mark, Problem, Severity
 from distflow.documents.quantities import count_text
@@ -17,7 +17,7 @@ from distflow.pools.model import Node
 from distflow.spec.files import Bundle
 from distflow.spec.model import TaskSpec, Text, WorkflowSpec
 
-__all__ = ["container_notices", "container_of", "images_problem", "sharing_notices", "venv_notices", "venv_of"]
+__all__ = ["container_notices", "container_of", "sharing_notices", "venv_notices", "venv_of"]
 
 
 _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  each container already has these directories
@@ -46,12 +46,6 @@ def venv_of(group: GroupPlan, launch: Launch, node: Node) -> str | None:
     if group.venv is None or (launch.image is not None and node.container != "none"):
         return None
     return group.venv.digest(node.environment)
-
-
-def images_problem(images: Collection[str | None], group: str) -> str:
-    """Return why one ``srun`` cannot start the tasks of a group that have these different images."""
-    which = f"only some tasks of group `{group}` have an `image`"
-    return f"{which if None in images else f'the tasks of group `{group}` have different images'}, but one `srun` starts them"
 
 
 def _has_own_tmp(runtime: str) -> bool:

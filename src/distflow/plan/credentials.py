@@ -12,7 +12,7 @@ from distflow.shell import Secret
 from distflow.spec.model import CredentialUse
 from distflow.storage.credentials import Identity
 
-__all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "pyxis_image", "registry_of", "stored_name"]
+__all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "registry_of", "stored_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +50,6 @@ def registry_of(image: str) -> str:
     """
     first, slash, _ = image.partition("/")
     return first if slash and ("." in first or ":" in first or first == "localhost") else ""
-
-
-def pyxis_image(image: str) -> str:
-    """Return the name of an image for Slurm's plugin Pyxis, which separates the registry by ``#``.
-
-    >>> pyxis_image("nvcr.io/nvidia/pytorch:24.03-py3"), pyxis_image("ubuntu"), pyxis_image("/images/train.sqsh")
-    ('nvcr.io#nvidia/pytorch:24.03-py3', 'ubuntu', '/images/train.sqsh')
-    """
-    registry = registry_of(image)
-    return f"{registry}#{image.removeprefix(f'{registry}/')}" if registry else image
 
 
 def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredential, ...]:

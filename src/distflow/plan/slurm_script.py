@@ -19,9 +19,8 @@ from distflow.documents.text import few
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.ranks import rank_words
-from distflow.plan.containers import images_problem
-from distflow.plan.credentials import pyxis_image
 from distflow.plan.model import GroupPlan, Launch, Plan
+from distflow.plan.pyxis import images_problem, pyxis_image
 from distflow.plan.slurm_limits import slurm_limits
 from distflow.plan.slurm_tasks import (
     address_variable,

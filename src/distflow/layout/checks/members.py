@@ -89,7 +89,7 @@ def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: s
 
 
 def wrong_literals(members: Sequence[Member], least: Mapping[str, int]) -> list[tuple[Claim, Problem]]:
-    """Return the literal claims of keys in ``least`` that are no whole number or below the minimum, each with its problem."""
+    """Return the literal claims of keys in ``least`` that are below the minimum or not whole numbers, each with its problem."""
     wrong = []
     for member in members:
         both = [*(member.claims.field or {}).values(), *member.flags.values()]

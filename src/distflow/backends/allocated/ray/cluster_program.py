@@ -204,7 +204,9 @@ class Cluster:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         # Otherwise, Ray's thread for error messages asks without a pause while the head is unreachable, and keeps a core busy.
-        importlib.import_module("ray._private.worker").global_worker.threads_stopped.set()
+        worker = importlib.import_module("ray._private.worker").global_worker
+        if hasattr(worker, "threads_stopped"):  # other versions of Ray may lack this internal attribute
+            worker.threads_stopped.set()
         self._state: Any = importlib.import_module("ray._private.state")
         self._endpoints: dict[str, Any] = {}
         """Name of an actor → its endpoint, or the reference of an answer that has not arrived yet."""

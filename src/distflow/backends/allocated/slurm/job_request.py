@@ -12,8 +12,7 @@ from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, R
 from distflow.backends.allocated.slurm.commands import error_text
 from distflow.backends.allocated.slurm.job_states import parse_limit
 from distflow.documents.text import did_you_mean, plain
-from distflow.plan.containers import images_problem
-from distflow.plan.credentials import pyxis_image
+from distflow.plan.pyxis import images_problem, pyxis_image
 from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings
 from distflow.structs import replace
 from distflow.transports.base import Completed
