@@ -14,7 +14,6 @@ all nodes joined in time; 2 for wrong arguments; 126 if Ray or the command canno
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,10 +24,14 @@ from collections.abc import Callable, Sequence
 __all__ = ["Clock", "main"]
 
 _EVERY_S = 1.0
-_COUNT = (
-    "import json, ray; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); "
-    "print('nodes', json.dumps(sum(node['Alive'] for node in ray.nodes())))"
-)
+_AWAIT = f"""\
+import ray, sys, time
+wanted, until = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
+while (alive := sum(node["Alive"] for node in ray.nodes())) < wanted and time.monotonic() < until:
+    time.sleep({_EVERY_S})
+print("nodes", alive)
+"""
 """Runs in a separate process, so that the command starts without an open connection to Ray."""
 
 Clock = Callable[[], float]
@@ -67,8 +70,8 @@ def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
         if clock() > deadline:
             _say(f"only {there} of {args.nodes} nodes have joined Ray after {args.timeout:g} s")
             return 1
-        there = _nodes()
-        if there < args.nodes:
+        there = _await_nodes(args.nodes, deadline - clock())
+        if there == 0:
             _pause()
     _say(f"all {args.nodes} nodes have joined Ray at {args.address}")
     return 0
@@ -90,13 +93,15 @@ def _start(args: argparse.Namespace) -> list[str]:
     return words + (["--num-cpus", str(args.cpus)] if args.cpus is not None else [])
 
 
-def _nodes() -> int:
-    """Return the number of nodes that are alive; 0 if Ray does not answer."""
-    asked = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
+def _await_nodes(wanted: int, seconds: float) -> int:
+    """Wait until this number of nodes is alive, at most so long. Return their number; 0 if Ray does not answer."""
+    asked = subprocess.run(
+        [sys.executable, "-c", _AWAIT, str(wanted), str(seconds)], capture_output=True, text=True, check=False
+    )  # fmt: skip
     for line in asked.stdout.splitlines():
         word, _, number = line.partition(" ")
         if word == "nodes":
-            return int(json.loads(number))
+            return int(number)
     return 0
 
 
