@@ -563,7 +563,7 @@ def test_closing_a_backend_aborts_running_transfers(tmp_path: Path, monkeypatch:
     bench.backend.collect(bench.key())
     assert bench.await_one(Collecting).is_packed is False
     bench.backend.close()
-    wait_until(lambda: ended == ["the supervisor closes its connections"], 20)
+    wait_until(lambda: ended == ["the supervisor is closing its connections"], 20)
 
 
 def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     found = worlds[2]["sequence parts"]
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
     too_odd, by_name = found["errors"]
-    assert "pad sequences of 7 to a multiple of the 2 ranks" in too_odd
+    assert "pad sequences of length 7 to a multiple of tp's 2 ranks" in too_odd
     assert "Block got 0 positional arguments, but needs one" in by_name
 
 
@@ -267,7 +267,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ranks", "the strategy is for 5 = 5 ranks, but there are 2"),
+        ("ranks", "the strategy is for 5 ranks, but there are 2"),
         ("loss", "parallelize(model, loss=…)"),
         ("trace", "set split_points"),
         ("plan", "no attention or MLP with known names"),

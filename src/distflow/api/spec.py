@@ -327,7 +327,7 @@ def _encode(value: object) -> str:
     """Return a path as text. Raises ``InputError`` for other objects, which YAML cannot represent."""
     if isinstance(value, PurePath):
         return str(value)
-    raise InputError(f"a spec contains texts, numbers, lists and mappings, not {value!r}")
+    raise InputError(f"a spec cannot contain {value!r}", hint="use strings, numbers, Booleans, lists, mappings and paths")
 
 
 def _plain(value: Any) -> Any:

@@ -101,7 +101,7 @@ class _Root(LazyGroup):
                 "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),
                 "resource": ("distflow.cli.pool:resource_app", "Show the total and used resources of nodes."),
                 "node": ("distflow.cli.node:app", "Remove leftover processes and files from nodes."),
-                "train": ("distflow.cli.train:app", "Choose a training strategy, and measure communication."),
+                "train": ("distflow.cli.train:app", "Choose a training strategy, and measure communication or training speed."),
             },
             "Files": {
                 "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),

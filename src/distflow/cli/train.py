@@ -51,7 +51,7 @@ class Measurement(str, Enum):
 
 @app.callback()
 def _train() -> None:
-    """Choose a training strategy, and measure communication."""
+    """Choose a training strategy, and measure communication or training speed."""
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""Data at URLs and datasets, without a workflow: upload, download, list and delete them from this machine.
+"""Data at URLs and datasets, without a workflow: upload, download, list and delete.
 
 A dataset is a named collection of files, in versions that never change. Functions that take a ``Client`` raise ``InputError``
 also if the package for the storage is not installed.
@@ -128,7 +128,7 @@ def download_data(
 
 
 def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[SelectedObject]:
-    """Return the objects at a URL. The list is empty if there are none.
+    """Return the objects at a URL. The list is empty if there are none; for a web URL, ``StorageError`` is raised.
 
     Args:
         client: The client whose credentials are used.

@@ -243,8 +243,11 @@ def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place
         directory = os.path.join(os.path.dirname(task.output_dir or ""), place)
         found.append(_Task(source=source, outputs=TaskOutputs(task=task.name, node=source.node, directory=directory)))
     if not found:
-        hint = f"its status: distflow workflow query {record.id}"
-        raise InputError(f"no task of {record.id} has run, so there are no output files", hint=hint)
+        earlier = sorted({one.attempt for group in record.groups for one in group.attempts if one.output_dir is not None})
+        which = " in its latest attempt" if earlier else ""
+        hint = f"to see the files of an earlier attempt, add --retry-id {earlier[-1]}" if earlier else ""
+        hint = hint or f"its status: distflow workflow query {record.id}"
+        raise InputError(f"no task of {record.id} has run{which}, so there are no output files", hint=hint)
     return found
 
 

@@ -131,10 +131,8 @@ class _Group:
         used = {file.blob for launch in launches for file in launch.files if file.blob is not None}
         size = len(script) + sum(len(contents[digest]) for digest in used)
         if size > _LARGEST:
-            raise InputError(
-                f"the files of group {self.group.name} ({size / 2**20:.1f} MiB) do not fit into a ConfigMap",
-                hint="put them into the container image of the tasks",
-            )
+            message = f"the script and files of group {self.group.name} have {size:,} bytes, but a ConfigMap takes {_LARGEST:,}"
+            raise InputError(message, hint="put them into the container image of the tasks")
         binary = {files[digest]: base64.b64encode(contents[digest]).decode() for digest in sorted(used)}
         settings: dict[str, Any] = {
             "apiVersion": "v1",

@@ -139,7 +139,7 @@ def task_script(
 
     ``position``, ``restarts`` and ``node_name`` are the variables with the position of the node, the number of earlier attempts
     and the name of the node.
-    ``files`` are the names of blobs in ``files`` of the directory of the run, by digest. Raises ``InputError`` if a variable of
+    ``files`` has the name of each blob in ``$run_dir/files``, by digest. Raises ``InputError`` if a variable of
     the spec has the name of a variable of the script.
     """
     launches = ordered(group)

@@ -1,9 +1,9 @@
 """Find and load the configuration, and measure this machine for pools with ``backend: local``.
 
 The configuration is ``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the
-home directory), else in the user's configuration directory. ``DISTFLOW_CONFIG`` names another file. Without a file there is one
-pool, ``local``: this machine. Keys of a node override its pool's ``defaults``, which override keys of the pool. The variables
-of ``environment`` are merged with the same priorities.
+home directory; outside of both, only in the working directory), else in the user's configuration directory.
+``DISTFLOW_CONFIG`` names another file. Without a file there is one pool, ``local``: this machine. Keys of a node override its
+pool's ``defaults``, which override keys of the pool. The variables of ``environment`` are merged with the same priorities.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine, na
 
 
 def parse_profile_notify(entries: object, file: str) -> tuple[NotifyTarget, ...]:
-    """Return the entries of ``notify`` in a profile, from its JSON. Raises ``ProblemsFound`` with all findings."""
+    """Return the targets from the decoded ``notify`` entries of a profile. Raises ``ProblemsFound`` with all findings."""
     document = parse_yaml(json.dumps({"notify": entries}), file)
     whole = load_schema(_PACKAGE, _SCHEMA)
     rule = {"type": "object", "properties": {"notify": whole["properties"]["notify"]}, "$defs": whole["$defs"]}

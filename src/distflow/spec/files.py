@@ -166,7 +166,7 @@ def _decoded(entry: View, value: str | bytes, key: str) -> bytes:
         data = value.encode() if isinstance(value, str) else value
         return base64.b64decode(b"".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        entry.add(f"`{key}` is not base64: {error}", "remove `base64: true`, or encode it with `base64 -w0`", key=key)
+        entry.add(f"`{key}` is not base64: {error}", "remove `base64: true`, or encode it with `base64`", key=key)
         return b""
 
 

@@ -469,8 +469,8 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
                 message = "no effect: `retry` has the limit 0"
                 hint = "raise the limit, or remove it: then the workflow's limit or 10 applies"
             elif ignores and not task.lead:
-                why = f"the group continues without `{task.written_name}`, because only its lead decides its end"
-                message = f"no effect after its start: {why}"
+                why = f"the group continues without `{task.written_name}`, because only the lead decides the group's end"
+                message = f"no effect after the task has started: {why}"
                 hint = "set `ignoreNonleadStatus: false` to retry the whole group"
             if message:
                 message = f"RESCHEDULE of `{task.written_name}` has {message}"

@@ -36,7 +36,7 @@ __all__ = [
 
 _LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 _ROOM = 1 << 20
-"""The free space that is enough to write, in bytes. Saving a decision needs less."""
+"""The minimum free space for writing, in bytes. One write of the supervisor needs less."""
 
 
 class StateDirectory(Struct, frozen=True):
@@ -91,7 +91,7 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def crash_log(self) -> Path:
-        """The traceback of the last bug."""
+        """The traceback of the last bug in a command."""
         return self.path / "crash.log"
 
     @property

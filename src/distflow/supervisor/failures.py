@@ -3,7 +3,7 @@
 A task that distflow stopped is the cause only if an exception of its own was ending it already. Tasks that only report the loss
 of a peer come after tasks that failed by themselves.
 
-A script that starts its ranks without passing on their exit code (no ``set -e``, or another command after them) seems to
+A script that starts its ranks without passing on their exit code (another command after them, and no ``set -e``) seems to
 succeed. The rest of the world then waits at the rendezvous for ranks that can no longer join. The output of such a task is
 therefore searched for a failure of its ranks, although its command ended with code 0.
 """
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-_UNATTENDED = "its node had no contact for longer than self_stop_after, so it stopped itself"
+_UNATTENDED = "its node had no contact with the supervisor for longer than `self_stop_after`, so the node stopped it"
 _RUNNER_DIED = "the process that guards it on the node was killed, so it was stopped"
 _KEEPER_DIED = "the process that runs it on the node was killed, so it was stopped"
 _BOTH_DIED = (
@@ -131,7 +131,7 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
             return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
         case EndReason.PEER_FAILED:
             return State.FAILED, Reason.PEER_FAILED, end.message or ""
-        case EndReason.ALLOCATION_OVER if group.state is State.STOPPING and not _lacks_cause(group):
+        case EndReason.ALLOCATION_OVER if group.state is State.STOPPING and not _awaits_cause(group):
             return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
         case EndReason.ALLOCATION_OVER:
             return State.FAILED, end.allocation or Reason.NODE_LOST, end.message or "its allocation ended"
@@ -159,17 +159,17 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
             return _by_command(end)
 
 
-def _lacks_cause(group: GroupRecord) -> bool:
-    """Return whether the group stops because of a task whose end only another task has reported so far."""
+def _awaits_cause(group: GroupRecord) -> bool:
+    """Return whether the group stops because of a failed task whose own end is not known yet."""
     return group.stop_reason is Reason.PEER_FAILED and not any(
         (task.state is State.FAILED and task.reason is not Reason.PEER_FAILED) or task.hidden_failure for task in group.tasks
     )
 
 
 def _failed_before_stop(end: End) -> bool:
-    """Return whether the command was stopped while it was ending because of an exception of its own.
+    """Return whether the command had raised an exception of its own before it was stopped.
 
-    A process takes a while to end after its exception. Its peers lose it in that time, and may end sooner.
+    A process takes a while to end after its exception. Its peers lose the connection to it in that time, and may end sooner.
     """
     error = parse_error_file(end.error)
     if not end.exit_code or error is None or error.raised_at is None or end.stopped_at is None or is_symptom(error.message):
@@ -194,7 +194,7 @@ def _oom_message(pid: int, kernel: Sequence[str]) -> str:
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
-    """Return the cause of a group's failure, or ``None`` if no task failed, except because a peer failed.
+    """Return the cause of a group's failure, or ``None`` if tasks failed only because a peer failed.
 
     ``lines`` are the last lines of each task's output. The cause is the earliest of the tasks that failed by themselves. Tasks
     that only report the loss of a peer come after the others, and tasks whose node was lost come last. If the nodes' clocks are

@@ -70,7 +70,7 @@ def write_skewed_python(path: Path, offset_s: float) -> str:
 
 
 def write_other_python(path: Path, version: tuple[int, int, int]) -> str:
-    """Write a wrapper of this Python and return its path. In ``-c`` programs, ``sys.version_info`` is another version."""
+    """Write a wrapper of this Python and return its path. In ``-c`` programs, ``sys.version_info`` is ``version``."""
     return _write_wrapper(path, f"sys.version_info = {(*version, 'final', 0)!r}")
 
 

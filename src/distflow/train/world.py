@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before `init`: later, its default arguments would keep a process group (see `_leave`)
+import torch.distributed.nn  # before `init`: afterwards, its defaults would keep a process group (see `_leave`)
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 

@@ -67,8 +67,8 @@ def test_retries_and_exit_actions_of_task_group_and_workflow() -> None:
 def test_a_reschedule_without_effect_is_one_warning_for_each_entry() -> None:
     helper, one = unused_reschedules(load(), ())
     assert helper.as_text() == (
-        "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect after its start:"
-        " the group continues without `helper`, because only its lead decides its end\n"
+        "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect after the task has started:"
+        " the group continues without `helper`, because only the lead decides the group's end\n"
         "    set `ignoreNonleadStatus: false` to retry the whole group"
     )
     assert one.as_text().startswith("spec.yaml:13: warning: RESCHEDULE of `one` has no effect: `retry` has the limit 0\n")

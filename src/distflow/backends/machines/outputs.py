@@ -159,7 +159,7 @@ class _ProgressReports:
     def progress(self, is_packed: bool, done: int, total: int) -> None:
         """Record that ``done`` of ``total`` bytes are packed or copied. Aborts the transfer when the collector is closed."""
         if self._closing.is_set():
-            raise NodeUnreachable(self._transfer.key.node, "the supervisor closes its connections")
+            raise NodeUnreachable(self._transfer.key.node, "the supervisor is closing its connections")
         if is_packed and not self._was_packed:
             self._was_packed, self._first = True, done
             self._pace.begin(done)

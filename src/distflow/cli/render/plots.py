@@ -41,7 +41,7 @@ def plot(
         width: The width of the terminal in columns.
         height: The number of lines, without the legend.
         is_log: Whether the vertical axis is logarithmic. Values that are not positive are then left out.
-        has_colors: Whether each series has a color. Without colors, several series have different marks.
+        has_colors: Whether each series has a color. Without colors, series have different marks, which repeat after the sixth.
 
     """
     shown = {name: _drawable(points, is_log) for name, points in series.items()}
@@ -60,11 +60,11 @@ def plot(
     if is_log:
         plotext.yscale("log")
     for number, points in enumerate(shown.values()):
-        is_alone = len(shown) == 1 or has_colors
+        uses_braille = len(shown) == 1 or has_colors
         plotext.plot(
             [x for x, _ in points],
             [y for _, y in points],
-            marker="braille" if is_alone else _MARKS[number % len(_MARKS)],
+            marker="braille" if uses_braille else _MARKS[number % len(_MARKS)],
             color=_COLORS[number % len(_COLORS)] if has_colors else None,
         )
     first, last = min(points[0][0] for points in shown.values()), max(points[-1][0] for points in shown.values())

@@ -164,7 +164,7 @@ def _inside_one_task(item: TaskClaims) -> list[Problem]:
                     where=after.where,
                     message=f"{item.name}: two commands contradict each other: {before.text} at {place(before.where)}, but "
                     f"{after.text} at {place(after.where)}",
-                    hint="write the same value in both, or write two tasks: a task keeps its ranks until it ends",
+                    hint="write the same value in both, or write two tasks, because a task cannot change its ranks",
                 )
             )
             break

@@ -73,9 +73,8 @@ def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
         return []
     sizes = and_list(f"{item.task} has {item.size}" for item in world.tasks)
     message = f"`framework: {group.framework.value}` needs the same number of ranks in all tasks, but {sizes}"
-    return [
-        Problem(where=group.framework.mark, message=message, hint="give all tasks the same size, or use `launcher: torchrun`")
-    ]
+    hint = "give all tasks the same size, or replace `framework` with `launcher: torchrun`"
+    return [Problem(where=group.framework.mark, message=message, hint=hint)]
 
 
 def _launcher_and_framework(group: GroupSpec) -> list[Problem]:

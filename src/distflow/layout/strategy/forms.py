@@ -161,7 +161,7 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
         draft.add(path, f"the mesh needs sizes and equally many names, but has {shape!r} and {names!r}", _MESH_HINT)
         return
     if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
-        draft.add(path, f"{bad[0]!r} is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
+        draft.add(path, f"`{bad[0]}` is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
         return
     for word in words:
         if word not in AXES:

@@ -126,7 +126,7 @@ class Watches:
         """Until the pair is gone, resume its runner and keeper if suspended (SIGSTOP), and kill them if that does not help.
 
         Without this, a stop would wait forever, and so would the gang. The runner ends processes that the keeper leaves. This
-        agent ends processes that both leave (``_end_adopted``, ``orphans.settle``). A keeper that is busy but not suspended is
+        agent ends processes that both leave (``_end_orphans``, ``orphans.settle``). A keeper that is busy but not suspended is
         not killed, because only the keeper knows how its command ended. It may query a GPU driver for longer than any grace
         period.
         """
@@ -206,12 +206,12 @@ class Watches:
             # The pair is exiting, its socket was removed by hand, or no descriptor was free to connect.
             self._loop.later(0.05, lambda: self._connect(watch))
         else:
-            self._end_adopted(watch)
+            self._end_orphans(watch)
 
-    def _end_adopted(self, watch: Watch) -> None:
+    def _end_orphans(self, watch: Watch) -> None:
         keepers = {one.keeper for one in self._watches.values() if one.keeper is not None and one is not watch}
         if not orphans.end_adopted(keepers | self._loop.children):
-            self._loop.later(0.005, lambda: self._end_adopted(watch))
+            self._loop.later(0.005, lambda: self._end_orphans(watch))
             return
 
         def settled(_result: Union[Json, OpError]) -> None:

@@ -51,7 +51,7 @@ class _Event(ctypes.Structure):
 
 
 class GpuReader:
-    """Reads the values of some GPUs."""
+    """The base class of readers of GPU values. It is itself the reader for a machine without GPUs."""
 
     def read(self) -> Dict[int, Values]:
         """Return the values of each GPU by its index."""

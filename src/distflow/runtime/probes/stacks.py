@@ -233,7 +233,7 @@ def _parse_tracebacks(text: str, directory: str) -> List[Json]:
 
 
 def _request_dump(pid: int, path: str) -> Optional[int]:
-    """Send SIGUSR1 to a process if it then writes its stacks to ``path``.
+    """Send SIGUSR1 to a process if its handler writes stacks to ``path``.
 
     Returns the offset at which the stacks will begin, or None if the signal was not sent.
     """
@@ -289,7 +289,7 @@ def _catches(pid: int) -> bool:
 def _await_dump(path: str, begin: int, until: float) -> str:
     size, changed = begin, time.monotonic()
     while time.monotonic() < until:
-        time.sleep(_POLL_S)  # noqa: TID251  runs in its own child; no event reports that a file grew
+        time.sleep(_POLL_S)  # noqa: TID251  runs in its own child; the standard library has no inotify
         now = os.stat(path).st_size
         if now != size:
             size, changed = now, time.monotonic()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before `init`: later, its default arguments would keep a process group (see `world._leave`)
+import torch.distributed.nn  # before `init`: afterwards, its defaults would keep a process group (see `world._leave`)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -40,8 +40,8 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
     if not dist.is_initialized():
         raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
     if strategy.world_size != dist.get_world_size():
-        shape = " × ".join(map(str, strategy.shape))
-        raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
+        shape = f" ({' × '.join(map(str, strategy.shape))})" if len(strategy.shape) > 1 else ""
+        raise ValueError(f"the strategy is for {strategy.world_size} ranks{shape}, but there are {dist.get_world_size()}")
     # Ranks that share sequences share the model, too: FSDP shards it over both axes.
     sizes = strategy.mesh
     if (parts := sizes.pop("cp", 1)) > 1:
@@ -66,7 +66,7 @@ def prepare(
 ) -> nn.Module:
     """Return the model on this rank's device, wrapped or divided for the strategy. Collective.
 
-    ``loaded`` are the names of tensors that are read from files afterwards.
+    ``loaded`` are the names of tensors that are read from files afterwards. Raises ``ValueError``.
     """
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(
@@ -176,7 +176,7 @@ def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list
 def large_modules(model: nn.Module, min_parameters: int = 100_000_000) -> list[nn.Module]:
     """Return the modules with at least ``min_parameters`` parameters, inner modules first.
 
-    Parameters of a returned module do not count for the modules around it. The model itself and module lists are omitted.
+    Parameters of a returned module do not count for the modules around it. The model itself and module containers are omitted.
     """
     found: list[nn.Module] = []
 

@@ -169,7 +169,7 @@ def _divide_sequence(
                 "(batch, time, …): pass the other arguments by name"
             )
         if (length := inputs[0].shape[1]) % mesh.size():
-            raise ValueError(f"sequence_parallel: pad sequences of {length} to a multiple of the {mesh.size()} ranks of tp")
+            raise ValueError(f"sequence_parallel: pad sequences of length {length} to a multiple of tp's {mesh.size()} ranks")
 
     layers[0].register_forward_pre_hook(check)
     part = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)

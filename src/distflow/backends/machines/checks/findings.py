@@ -314,7 +314,7 @@ def _address(measured: Measured) -> Iterator[Finding]:
             if not str(item["address"]).startswith(("127.", "fe80:")) and item["address"] != "::1"
         ]
         hint = f"set `address` to the one that the other nodes reach: {', '.join(others)}"
-        hint = hint if others else "connect the node to the training network: it has only loopback addresses"
+        hint = hint if others else "connect the node to the training network: it has only loopback and link-local addresses"
         yield warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
 
 
