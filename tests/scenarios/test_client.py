@@ -33,6 +33,7 @@ from distflow.lifecycle.states import WorkflowState
 from distflow.shell import Secret
 from distflow.state.record import Priority
 from distflow.state.search import Search
+from distflow.structs import replace
 from scenarios.conftest import Cli
 
 COUNTS = """
@@ -182,3 +183,10 @@ def test_output_files_are_listed_and_fetched(cli: Cli, client: Client, tmp_path:
     assert contents(tmp_path / "rest") == ["logs/a.txt", "model.pt"]
     (error,) = fetched.errors
     assert "the files of two of writes-1 are gone" in str(error)
+    retried = []
+    for group in final.groups:
+        tasks = tuple(replace(one, attempt=1, node=None, output_dir=None) for one in group.tasks)
+        retried.append(replace(group, earlier=group.tasks, tasks=tasks))
+    with pytest.raises(InputError, match="has run in its latest attempt") as waiting:
+        list_output_files(client, replace(final, groups=tuple(retried)))
+    assert waiting.value.hint == "to see the files of an earlier attempt, add --retry-id 0"
