@@ -110,6 +110,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items
         if item not in clustered
     }
+    if not clustered:  # in `make check`, tests that wait for processes run while others compute
+        ranks |= {item: len(_LONG) - 1 for item in items if item.nodeid.startswith("tests/contract/")}
     long = sorted((item for item, rank in ranks.items() if rank < len(_LONG)), key=ranks.__getitem__)
     rest = iter([item for item, rank in ranks.items() if rank == len(_LONG)])
     size, free = len(items) // workers, workers - len(of_clusters)

@@ -89,7 +89,10 @@ class Bench:
                     return one
             return None
 
-        return wait_until(find, 30, f"{kind.__name__} {match}")
+        try:
+            return wait_until(find, 30, f"{kind.__name__} {match}")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; seen: {self.seen}") from None
 
     def lease(self, *tasks: str, workflow: str = W1, attempt: int = 0) -> list[AttemptKey]:
         request = self.request(*tasks, workflow=workflow, attempt=attempt)
