@@ -146,6 +146,7 @@ def test_a_node_that_says_nothing_is_unreachable_in_time(node: NodeUnderTest, tm
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_a_stalled_agent_is_noticed_and_never_blocks_a_sender(node: NodeUnderTest) -> None:
     link = node.connect(ping_s=1.0)
     agent = link.request("hello", watch=[])["facts"]["agent_pid"]
@@ -723,6 +724,7 @@ def test_errors_of_a_neighbors_gpu_are_not_reported_with_the_end_of_a_task(
     assert [line.removeprefix("NVRM: Xid (PCI:0000:")[:2] for line in end["kernel"]["lines"]] == told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC, reason="a container has other process ids than the driver"
 )
@@ -754,6 +756,7 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp
         assert len(asked.read_text().splitlines()) >= 3
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_driver_takes_its_time_costs_no_exit_code(node: NodeUnderTest, tmp_path: Path) -> None:
     smi, asked = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
     smi.parent.mkdir()
@@ -1236,6 +1239,7 @@ def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -
     assert node.record(other) is None
 
 
+@pytest.mark.slow
 def test_a_task_that_was_quiet_for_longer_than_it_may_be_alone_is_not_alone_yet_when_its_connection_ends(
     node: NodeUnderTest,
 ) -> None:

@@ -200,6 +200,7 @@ class CountedEngine(LocalEngine):
         return super().states(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [CountedEngine()])
 @pytest.mark.parametrize("ended", ["command", "keeper"])
 def test_an_engine_may_list_an_allocation_while_it_terminates_its_processes(
@@ -225,6 +226,7 @@ def test_a_task_that_fails_by_itself_is_reported_as_it_is(bench: Bench) -> None:
     assert (end["reason"], end["exit_code"]) == ("exited", 3)
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_although_the_engine_cannot_be_asked(bench: Bench) -> None:
     (key,) = bench.lease("a")
     bench.start(key, "read line; exit 3")

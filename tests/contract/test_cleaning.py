@@ -26,6 +26,7 @@ os.walk, os.rename = slow, broken
 """
 
 
+@pytest.mark.slow
 def test_a_node_is_waited_for_and_one_workflow_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper, root = tmp_path / "python", tmp_path / "node"
     (tmp_path / "prefix.py").write_text(OBSTACLES)

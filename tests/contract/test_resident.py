@@ -216,6 +216,7 @@ def succeeds(transport: RelayTransport) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_step_that_slurm_cannot_create_for_the_moment_is_tried_again(slurm: Slurm, reach: Reach, tmp_path: Path) -> None:
     transport = reach(start(slurm), "n1")
     commands, failures = tmp_path / "bin", tmp_path / "failures"

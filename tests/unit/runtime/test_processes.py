@@ -57,6 +57,7 @@ _PTRACE_SEIZE = 0x4206
 _WALL = 0x40000000
 
 
+@pytest.mark.slow
 def test_a_killed_program_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
     """A program may hang in a driver. This program does not end after SIGKILL before the test waits for its traced thread."""
     script = "import sys; from distflow.runtime.processes import output_of; print(output_of(sys.argv[1:], 3))"
