@@ -28,6 +28,7 @@ from distflow.backends.machines.connection.node_connection import Connection
 from distflow.backends.machines.leasing import GangLease
 from distflow.pools.model import Node, Pool
 from distflow.protocol.names import Operation
+from distflow.runtime.agent import server
 from distflow.runtime.cleanup import orphans, reaping
 from distflow.runtime.files import attempts, records
 from distflow.runtime.files.root_directory import PRIVATE
@@ -132,6 +133,37 @@ def test_a_lease_may_come_while_another_one_of_its_task_is_given_back(
     link.request("release", attempt=attempt)
     os.waitpid(runner, 0)
     assert not (node.root / node.workflow).exists()
+
+
+def test_a_pair_that_comes_up_during_a_release_is_released(
+    node: NodeUnderTest, coming_up: ComingUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = node.root / "sent"
+    child = os.fork()  # an agent kills the processes that it has adopted
+    if child == 0:
+        agent, read = server._Agent(str(node.root), os.pipe()[0], os.pipe()[1], UMASK), attempts.read_status
+
+        def send(message: Any, bulk: bool = False) -> None:
+            sent.write_text(json.dumps(message))
+            os._exit(0)
+
+        def and_then_it_comes_up(directory: str) -> Any:
+            status = read(directory)
+            monkeypatch.setattr(attempts, "read_status", read)
+            coming_up.go_on()
+            wait_until(lambda: read(directory)["phase"] == "leased")
+            return status
+
+        with contextlib.suppress(BaseException):
+            monkeypatch.setattr(agent, "send", send)
+            monkeypatch.setattr(attempts, "read_status", and_then_it_comes_up)
+            agent._loop.later(20, lambda: os._exit(1))
+            agent._dispatch({"id": 1, "op": "release", "attempt": coming_up.attempt})
+            agent.run()
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert json.loads(sent.read_text()) == {"id": 1, "ok": True}
+    assert lease_is_free(node)
 
 
 def test_a_lease_just_made_on_another_connection_is_not_a_conflict(node: NodeUnderTest, coming_up: ComingUp) -> None:

@@ -333,6 +333,7 @@ class _Agent:
         if watch.link is None and self._is_starting(watch):
             self._watches.expect(watch.attempt, lambda: self._release(request, answer))
             return
+        watch = self._watches.get(watch.attempt)  # connects to a pair that has come up since the first line
         attempts.write_ticket(watch.attempt, request.get("waits") or {})
         self._watches.end_unreachable(watch)
         self._releasing[watch.attempt] = [answer]
@@ -402,7 +403,7 @@ class _Agent:
         watch = self._watches.get(request["attempt"])
         if self._watches.status(watch)["phase"] == "absent":
             raise _unknown(watch)
-        return watch
+        return self._watches.get(watch.attempt)  # connects to a pair that has come up in between
 
     def _is_starting(self, watch: Watch) -> bool:
         """Return whether the attempt has a pair that has not written its state yet."""
