@@ -35,5 +35,6 @@ def yaml_text(document: Mapping[str, Any]) -> str:
     try:
         text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     except yaml.representer.RepresenterError as error:
-        raise InputError(f"a spec contains texts, numbers, lists and mappings, not {error.args[-1]!r}") from None
+        hint = "use strings, numbers, Booleans, lists, mappings and paths"
+        raise InputError(f"a spec cannot contain {error.args[-1]!r}", hint=hint) from None
     return text
