@@ -80,11 +80,8 @@ workflow:
 
 
 @pytest.mark.torch
-def test_prepare_train_with_a_failure_and_evaluate(
-    lab: Lab, cli: Cli, s3: S3Server, tmp_path: Path, forking_site: str
-) -> None:  # fmt: skip
+def test_prepare_train_with_a_failure_and_evaluate(lab: Lab, cli: Cli, s3: S3Server, tmp_path: Path) -> None:
     assert len(lab.servers) == 3
-    lab.configure(environment={"PYTHONPATH": forking_site})
     bucket = s3.bucket("b")
     (cli.folder / "train.py").write_text(TRAIN)
     story = STORY.replace("PYTHON", sys.executable).replace("KEPT", str(tmp_path / "kept"))
