@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import array
 import errno
-import glob
 import itertools
 import json
 import os
@@ -323,6 +322,8 @@ def _kill_children() -> None:
 
 def _descendants(root: int) -> List[int]:
     """Return the ids of the processes below ``root``, at most about ``_MOST_PROCESSES``."""
+    import glob  # takes time at the start of each resident program, and few need it
+
     found = [root]
     for parent in itertools.islice(found, _MOST_PROCESSES):  # `found` grows in the loop
         for path in glob.glob("/proc/{}/task/*/children".format(parent)):
