@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -193,13 +194,18 @@ class RayCluster:
                 )  # fmt: skip
         stdin, stdout = cast("tuple[IO[str], IO[str]]", (self._runner.stdin, self._runner.stdout))
         print(json.dumps(code), file=stdin, flush=True)
-        answer = stdout.readline()
+        is_answered, _, _ = select.select([stdout], [], [], 60)
+        answer = stdout.readline() if is_answered else ""
         if not answer:
-            raise RuntimeError(f"the code failed: {(self.folder / 'runner.log').read_text()[-2000:]}")
+            self._close_runner()
+            raise RuntimeError(f"the code failed or took 60 s: {(self.folder / 'runner.log').read_text()[-2000:]}")
         return str(json.loads(answer))
 
     def _close_programs(self) -> None:
         self._program.close()
+        self._close_runner()
+
+    def _close_runner(self) -> None:
         if self._runner is not None:
             self._runner.kill()
             self._runner.communicate()
