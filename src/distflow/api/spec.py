@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, field
 
 from distflow.documents.yaml_parser import parse_yaml
-from distflow.documents.yaml_writer import yaml_text
+from distflow.documents.yaml_writer import unsupported, yaml_text
 from distflow.errors import InputError
 from distflow.structs import convert
 
@@ -327,7 +327,7 @@ def _encode(value: object) -> str:
     """Return a path as text. Raises ``InputError`` for other objects, which YAML cannot represent."""
     if isinstance(value, PurePath):
         return str(value)
-    raise InputError(f"a spec cannot contain {value!r}", hint="use strings, numbers, Booleans, lists, mappings and paths")
+    raise unsupported(value)
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ import yaml
 
 from distflow.errors import InputError
 
-__all__ = ["yaml_text"]
+__all__ = ["unsupported", "yaml_text"]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -35,6 +35,10 @@ def yaml_text(document: Mapping[str, Any]) -> str:
     try:
         text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     except yaml.representer.RepresenterError as error:
-        hint = "use strings, numbers, Booleans, lists, mappings and paths"
-        raise InputError(f"a spec cannot contain {error.args[-1]!r}", hint=hint) from None
+        raise unsupported(error.args[-1]) from None
     return text
+
+
+def unsupported(value: object) -> InputError:
+    """Return the error for a value that a spec cannot contain."""
+    return InputError(f"a spec cannot contain {value!r}", hint="use strings, numbers, Booleans, lists, mappings and paths")

@@ -142,8 +142,8 @@ class _Group:
         if self.settings.container != "pyxis" or images == {None}:
             return None
         if len(images) > 1:
-            hint = "give all tasks of the group the same `image`"
-            raise InputError(images_problem(images, self.plan.name), hint=hint)
+            message, hint = images_problem(images, self.plan.name)
+            raise InputError(message, hint=hint)
         return images.pop()
 
 

@@ -220,8 +220,8 @@ def container_options(pool: Pool, wanted: AllocationRequest) -> tuple[str, ...]:
     if pool.template is None or pool.template.container != "engine" or images == {None}:
         return ()
     if len(images) > 1:
-        hint = "give all tasks of the group the same `image`"
-        raise RequestRefused(images_problem(images, wanted.allocation.group), hint=hint)
+        message, hint = images_problem(images, wanted.allocation.group)
+        raise RequestRefused(message, hint=hint)
     mounts = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for node in wanted.nodes for mount in node.mounts)
     others = shlex.quote("".join(f",{mount}" for mount in mounts)) if mounts else ""
     return (
