@@ -157,7 +157,7 @@ def test_a_model_of_the_meta_device_begins_as_one_process_does(worlds: Worlds, w
     assert found["first"] == 0
     assert found["trained"] < EXACT
     # A part of the model, and one matrix; of what tensor parallelism cuts, a part is on all ranks.
-    assert 0 < found["held"] < (1.2 if name == "ddp" else 0.9)
+    assert 0 < found["held"] < (1.2 if name == "ddp" else 0.8)
 
 
 def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
