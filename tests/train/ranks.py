@@ -38,8 +38,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD, on 2 ranks with momentum. On a mesh of several axes, torch needs long for each operation of an optimizer."""
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9 if dist.get_world_size() == 2 else 0.0)
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
 def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
