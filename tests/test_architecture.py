@@ -70,6 +70,8 @@ def _isort(name: str) -> tuple[int, str]:
         ["workflow", "list"],
         ["workflow", "query", "x-1"],
         ["workflow", "why", "x-1"],
+        ["workflow", "submit", "--help"],
+        ["run", "--help"],
     ],
 )
 def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
@@ -77,6 +79,8 @@ def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
     assert not HEAVY & modules, command
     if "why" not in command:  # that command reads events
         assert "distflow.state.event_details" not in modules, "classes of all kinds of events, a sixth of the time of `list`"
+    # `submit` and `run` import it after they have started the supervisor.
+    assert "distflow.client.submission" not in modules or "why" in command, command
 
 
 @pytest.mark.parametrize(

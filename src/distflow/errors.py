@@ -34,6 +34,7 @@ a bug in distflow, with exit code 70 (``cli.app``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "NotFound",
     "NotifyError",
     "RecordUnreadable",
+    "SecretsMissing",
     "StateError",
     "StorageError",
     "StorageMissing",
@@ -101,6 +103,22 @@ class InputError(DistflowError):
 
 class NotFound(InputError):
     """Something that a name or a pattern selects does not exist, such as a workflow, a task, a pool, a node or a file."""
+
+
+class SecretsMissing(InputError):
+    """The secrets of a workflow must be given again, because distflow does not keep their values for other workflows."""
+
+    def __init__(self, workflow: str, names: Sequence[str]) -> None:
+        """Set the message from the id of the workflow and the ``names`` of the secrets."""
+        super().__init__(
+            f"give these secrets of {workflow} again, because they are not kept for other workflows: {', '.join(names)}"
+        )
+        self.names = tuple(names)
+
+    @property
+    def options(self) -> str:
+        """The options of commands that give the secrets."""
+        return " ".join(f"--set-env {name}=…" for name in self.names)
 
 
 class NodeError(DistflowError):

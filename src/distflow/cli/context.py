@@ -11,16 +11,27 @@ import typer
 from distflow.cli.completion import complete_workflow
 from distflow.cli.render.tables import print_notice
 from distflow.client.client import Client
+from distflow.errors import InputError, SecretsMissing
 
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord
 
-__all__ = ["WorkflowArgument", "WorkflowsArgument", "open_client", "open_workflow", "until_closed"]
+__all__ = ["WorkflowArgument", "WorkflowsArgument", "open_client", "open_submit_client", "open_workflow", "until_closed"]
 
 
 def open_client() -> Client:
     """Return a client that prints its notes and warnings to standard error."""
     return Client(notify=print_notice)
+
+
+@contextmanager
+def open_submit_client() -> Iterator[Client]:
+    """Open a client. If secrets of an earlier workflow are missing, the error names the option for them."""
+    with open_client() as client:
+        try:
+            yield client
+        except SecretsMissing as error:
+            raise InputError(error.message, hint=f"use {error.options}") from None
 
 
 WorkflowArgument = Annotated[

@@ -26,19 +26,7 @@ from distflow.cli.node_options import (
 from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import print_notice
 from distflow.cli.render.terminal import ProgressLine
-from distflow.cli.workflow.outputs import end_fetch, fetched_text
-from distflow.cli.workflow.submit import (
-    DryRunOption,
-    SetEnvOption,
-    parse_overrides,
-    print_plan,
-    print_submitted,
-    wait_for_end,
-    warn,
-)
-from distflow.client.spec_drafts.drafts import Draft, spec_text
-from distflow.client.spec_drafts.quick_run import RESULTS, draft_run, fetch_results, unsent_directories
-from distflow.client.submission import SubmitRequest, plan, submit
+from distflow.cli.workflow.submit import DryRunOption, SetEnvOption
 from distflow.documents.text import few, plain_lines
 from distflow.errors import DistflowError, InputError, WorkflowEnded
 from distflow.structs import replace
@@ -46,11 +34,15 @@ from distflow.structs import replace
 if TYPE_CHECKING:
     from distflow.client.client import Client
     from distflow.client.outputs import FetchedFiles
+    from distflow.client.spec_drafts.drafts import Draft
     from distflow.state.record import WorkflowRecord
 
 __all__ = ["run_app"]
 
 run_app = command_app()
+
+_RESULTS = Path("outputs")
+"""The default local directory for output files."""
 
 
 class _Run(Command):
@@ -133,7 +125,7 @@ def run_command(
             help="The directory to send. Default: the current one, or for a script elsewhere, its git repository or directory.",
         ),
     ] = None,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The local directory for the output files.")] = RESULTS,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The local directory for the output files.")] = _RESULTS,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when the workflow is submitted. Nothing is fetched.")
     ] = False,
@@ -150,11 +142,19 @@ def run_command(
     to outputs/, or to the directory in DISTFLOW_OUTPUT, are fetched at the end. The exit code is that of
     `submit --wait`, or that of the fetch if only the fetch failed.
     """
-    overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env, venv)
+    settings = parse_node_settings(python, setup, env, venv)
     with open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         if not (dry_run or print_spec):
             client.load_supervisor(configuration, with_hosts=hosts is not None)
+
+        # Imported after the supervisor process has started, because both take long.
+        from distflow.cli.workflow.submission import parse_overrides, print_plan, print_submitted, warn
+        from distflow.client.spec_drafts.drafts import spec_text
+        from distflow.client.spec_drafts.quick_run import draft_run, unsent_directories
+        from distflow.client.submission import SubmitRequest, plan, submit
+
+        overrides = parse_overrides([], [], set_env or [])
         draft = draft_run(
             words or (),
             configuration,
@@ -220,12 +220,15 @@ def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
 
 def _print_fetch(record: WorkflowRecord, to: Path) -> None:
     """Print the command that fetches the results."""
-    option = "" if to == RESULTS else f" --to {shlex.quote(str(to))}"
+    option = "" if to == _RESULTS else f" --to {shlex.quote(str(to))}"
     print(plain_lines(f"To fetch the results later: distflow workflow fetch {record.id}{option}"), file=sys.stderr)
 
 
 def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:
     """Follow a workflow to its end, and fetch its results, even if it failed. Then raise its failure, not that of the fetch."""
+    from distflow.cli.workflow.submission import wait_for_end
+    from distflow.client.spec_drafts.quick_run import fetch_results
+
     failure: WorkflowEnded | None = None
     try:
         wait_for_end(client, record, format_type, fetches=True)
@@ -252,6 +255,8 @@ def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Forma
 
 
 def _end_fetch(fetched: FetchedFiles, to: Path) -> None:
+    from distflow.cli.workflow.outputs import end_fetch, fetched_text
+
     if fetched.files or fetched.unchanged:
         print(fetched_text(fetched, to), file=sys.stderr)
     elif not fetched.errors and not fetched.problems:

@@ -19,7 +19,7 @@ from distflow.documents.notify import NotifyTarget
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.schema import load_schema
 from distflow.documents.text import did_you_mean, few
-from distflow.errors import InputError
+from distflow.errors import InputError, SecretsMissing
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
 from distflow.layout.placement import Free, Placement, Unplaced, place_near
@@ -41,7 +41,6 @@ __all__ = [
     "CheckedSpec",
     "Overrides",
     "PreviousWorkflow",
-    "SecretsMissing",
     "allocation_notices",
     "check_spec",
     "check_stored_spec",
@@ -347,22 +346,6 @@ class _SpecChecks:
 
 
 _ID = re.compile(r"[A-Za-z].*-[0-9]+|[0-9a-f]{32}")
-
-
-class SecretsMissing(InputError):
-    """The secrets of a workflow must be given again, because distflow does not keep their values for other workflows."""
-
-    def __init__(self, workflow: str, names: Sequence[str]) -> None:
-        """Set the message from the id of the workflow and the ``names`` of the secrets."""
-        super().__init__(
-            f"give these secrets of {workflow} again, because they are not kept for other workflows: {', '.join(names)}"
-        )
-        self.names = tuple(names)
-
-    @property
-    def options(self) -> str:
-        """The options of commands that give the secrets."""
-        return " ".join(f"--set-env {name}=…" for name in self.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.options import Format
-from distflow.cli.workflow.submit import wait_for_end
+from distflow.cli.workflow.submission import wait_for_end
 from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.event_details import HangOver, HangSuspected

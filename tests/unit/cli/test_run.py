@@ -21,12 +21,12 @@ def test_the_failure_of_a_workflow_counts_more_than_that_of_the_fetch(
         raise error
 
     ended, refused = WorkflowEnded(""), StorageError("outputs: it is not a directory")
-    monkeypatch.setattr("distflow.cli.run.fetch_results", lambda *_, **__: fail(refused))
-    monkeypatch.setattr("distflow.cli.run.wait_for_end", lambda *_, **__: fail(ended))
+    monkeypatch.setattr("distflow.client.spec_drafts.quick_run.fetch_results", lambda *_, **__: fail(refused))
+    monkeypatch.setattr("distflow.cli.workflow.submission.wait_for_end", lambda *_, **__: fail(ended))
     with pytest.raises(WorkflowEnded):
         _finish(screen.client, workflow([]), Path("outputs"), Format.TEXT)
     assert capsys.readouterr().err == "error: outputs: it is not a directory\n"
-    monkeypatch.setattr("distflow.cli.run.wait_for_end", lambda *_, **__: None)
+    monkeypatch.setattr("distflow.cli.workflow.submission.wait_for_end", lambda *_, **__: None)
     with pytest.raises(StorageError):
         _finish(screen.client, workflow([]), Path("outputs"), Format.TEXT)
     # With JSON, standard output already has the document of the workflow, and an error would add a second one.

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.client.specs import SecretsMissing
-from distflow.errors import InputError
+from distflow.errors import InputError, SecretsMissing
 from unit.cli.screen import Screen
 from unit.state.stored import submit, workflow
 

@@ -184,4 +184,4 @@ def test_project_is_the_working_directory_or_the_repository_of_the_script(
             draft_command(["nvidia-smi"], folder=folder)
         monkeypatch.chdir(folder)
         with pytest.raises(InputError, match=r"your project, or name it with --project$"):
-            draft_run(["nvidia-smi"], Configuration(pools={}, default_pool="local"))
+            draft_run(["nvidia-smi"], Configuration(pools={}, default_pool="local"), results=project)

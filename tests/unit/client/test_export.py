@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
-from distflow.client.specs import SecretsMissing
 from distflow.documents.problems import errors_of
 from distflow.documents.yaml_parser import parse_yaml
+from distflow.errors import SecretsMissing
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.ranks import TaskRanks
 from distflow.plan.compile import compile_plan

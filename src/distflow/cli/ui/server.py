@@ -34,7 +34,7 @@ from distflow.cli.ui.log_pages import Followers
 from distflow.client.client import Client
 from distflow.client.outputs import fetch_output_files
 from distflow.client.workflows import cancel, find_workflow, list_workflows
-from distflow.errors import DistflowError, InputError, NodeError, NotFound
+from distflow.errors import DistflowError, InputError, NodeError, NotFound, SecretsMissing
 from distflow.state.record import WorkflowRecord
 from distflow.state.search import Search
 
@@ -220,7 +220,7 @@ def _cancel(client: Client, record: WorkflowRecord, _: Request) -> dict[str, obj
 
 
 def _restart(client: Client, record: WorkflowRecord, _: Request) -> dict[str, object]:
-    from distflow.client.specs import Overrides, SecretsMissing
+    from distflow.client.specs import Overrides
     from distflow.client.submission import plan_restart, restart
 
     try:

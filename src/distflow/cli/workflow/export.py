@@ -11,16 +11,11 @@ from typing import Annotated
 import typer
 
 from distflow.cli.completion import complete_pool
+from distflow.cli.context import open_submit_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, command_app
-from distflow.cli.workflow.submit import (
-    SetOption,
-    SetStringOption,
-    open_submit_client,
-    parse_overrides,
-    read_stdin,
-    warn,
-)
+from distflow.cli.workflow.submission import parse_overrides, read_stdin, warn
+from distflow.cli.workflow.submit import SetOption, SetStringOption
 from distflow.client.export import Exported, Kind, export_to_kubernetes, export_to_osmo, export_to_slurm
 from distflow.client.submission import SubmitRequest
 from distflow.documents.text import plain_lines

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from distflow.client.outputs import FetchedFiles, OnOutputProgress
     from distflow.state.record import WorkflowRecord
 
-__all__ = ["RESULTS", "draft_run", "fetch_results", "unsent_directories"]
-
-RESULTS = Path("outputs")
-"""The default local directory for output files."""
+__all__ = ["draft_run", "fetch_results", "unsent_directories"]
 
 
 def draft_run(
@@ -39,7 +36,7 @@ def draft_run(
     gpus: int | None = None,
     ranks: int | None = None,
     project: Path | None = None,
-    results: Path = RESULTS,
+    results: Path,
     sbatch: Path | None = None,
 ) -> Draft:
     """Return the draft of a job for a command line and the nodes that it will run on.
@@ -106,7 +103,7 @@ def _excluded(draft: Draft, results: Path) -> tuple[str, ...]:
     return (pattern, *draft.exclude) if is_inside and pattern not in draft.exclude else draft.exclude
 
 
-def unsent_directories(draft: Draft, results: Path = RESULTS) -> list[str]:
+def unsent_directories(draft: Draft, results: Path) -> list[str]:
     """Return the directories of a draft's project that are not sent because they hold results."""
     project = Path(draft.project or ".")
     names = {path for path in (os.path.relpath(results, project),) if results.is_dir() and not path.startswith("..")}
