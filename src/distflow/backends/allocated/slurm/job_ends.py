@@ -19,14 +19,22 @@ __all__ = ["JobEnd", "job_end_command"]
 _LONGEST_LOG = 2000
 """Bytes of a job's messages."""
 _SCRIPT = r"""
+seconds=3
 for job in "$@"; do
-  scontrol show job -d -o "$job" 2>&1
-  echo '{separator}'
+  shown=$(scontrol show job -d -o "$job" 2>&1)
+  printf '%s\n' "$shown" '{separator}'
   account=$(timeout 10 sacct --noheader --allocations --parsable2 --jobs="$job" --format=State,ExitCode,NodeList 2>/dev/null)
   printf '%s\n' "$account" '{separator}'
   uid=$(printf '%s\n' "$account" | sed -n 's/.*CANCEL[A-Z]* by \([0-9][0-9]*\).*/\1/p' | head -n 1)
   [ -z "$uid" ] || id -nu "$uid" 2>/dev/null || echo "user $uid"
   echo '{separator}'
+  case $shown in *JobState=OUT_OF_MEMORY*)
+    # The message with the node may arrive after the state.
+    while [ $seconds -gt 0 ] && ! grep -Eiq 'memory limit|out of memory|oom.?kill' {log} 2>/dev/null; do
+      sleep 1
+      seconds=$((seconds - 1))
+    done
+  esac
   tail -c {longest} {log} 2>/dev/null
   rm -f {log}
   echo '{separator}'
@@ -63,7 +71,8 @@ job cannot create steps.
 def job_end_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
     """Return a command that prints the four fields of ``JobEnd`` for each job, and then the states of all nodes.
 
-    It also removes the files with the messages of the jobs' scripts.
+    It also removes the files with the messages of the jobs' scripts. If a job used too much memory, the command waits up to 3 s
+    for the message that names the node.
     """
     script = _SCRIPT.format(separator=separator, longest=_LONGEST_LOG, log=log_path(root, "$job"))
     return ("sh", "-c", script, "sh", *jobs)

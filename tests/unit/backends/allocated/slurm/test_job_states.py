@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from distflow.backends.allocated.engine import AllocationState, Over, Queued
-from distflow.backends.allocated.slurm.job_ends import JobEnd
+from distflow.backends.allocated.slurm.job_ends import JobEnd, job_end_command
 from distflow.backends.allocated.slurm.job_states import (
     ENDS,
     PHASES,
@@ -183,3 +185,20 @@ def test_a_job_that_slurm_has_forgotten_is_over() -> None:
 def test_a_job_that_was_submitted_after_the_query_waits() -> None:
     shown = SHOWN.format(job=5, state="PENDING", reason="None", code="0:0", more="")
     assert isinstance(JobEnd(shown, "", "", "").state_of("5", [], ()), Queued)
+
+
+def test_the_node_of_a_job_without_memory_is_known_although_its_message_comes_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, scontrol = tmp_path / "distflow-job-7.log", tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\necho 'JobId=7 JobState=OUT_OF_MEMORY Reason=OutOfMemory '\n"
+        f"(sleep 0.3; echo 'slurmstepd-n2: error: Detected 1 oom_kill event' > {log}) > /dev/null 2>&1 &\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(job_end_command("<x>", str(tmp_path), ["7"]), capture_output=True, text=True, check=True)
+    state = JobEnd(*(part.strip() for part in done.stdout.split("<x>")[:4])).state_of("7", (), ())
+    assert isinstance(state, Over)
+    assert state.hosts == ("n2",)
+    assert not log.exists()
