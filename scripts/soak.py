@@ -26,7 +26,6 @@ from chaos.hosts import ENDS, HARMLESS, Deed, Gang, draw_deed, held_leases
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
-from scenarios.commands import Commands
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -171,8 +170,6 @@ def main() -> int:
     given = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-        commands = Commands()
-        stack.callback(commands.close)
         key = make_key(folder / "key" / "id")
         names = [f"gpu{number}" for number in range(1, HOSTS + 1)]
         links: dict[str, NetnsHost] = {}
@@ -187,7 +184,7 @@ def main() -> int:
             links = {name: network.host(folder / name, alias=name, user_key=key) for name in names}
             servers = {name: link.sshd for name, link in links.items()}
         (folder / "lab").mkdir()
-        lab = Lab(Cli(folder / "lab", commands), servers)
+        lab = Lab(Cli(folder / "lab", folder), servers)
         lab.configure(connect_timeout="2s", node_lost_after="60s", start_barrier="30s")
         soak = Soak(lab, links, given.minutes, given.seed)
         soak.run()

@@ -226,7 +226,15 @@ def forking_site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> st
     """A directory for the ``PYTHONPATH`` of tasks. Their launchers and ranks are then forked from a process with torch."""
     from preloaded import write_forking_site
 
-    return write_forking_site(tmp_path, tmp_path_factory)
+    return write_forking_site(tmp_path, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def forking_programs(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory for ``PATH`` with a ``distflow`` that is forked from a process that has imported it."""
+    from preloaded import write_distflow
+
+    return write_distflow(tmp_path, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

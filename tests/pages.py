@@ -226,8 +226,11 @@ def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = Fa
 class Terminal:
     """Runs the commands of a page as on a terminal, in a directory with its own state and configuration."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] = NOTHING) -> None:
-        """Create the directory below ``folder``. ``environment`` has further variables of commands and tasks."""
+    def __init__(self, folder: Path, environment: Mapping[str, str] = NOTHING, programs: str | None = None) -> None:
+        """Create the directory below ``folder``.
+
+        ``environment`` has further variables of commands and tasks. ``programs`` is a directory that precedes those in PATH.
+        """
         self.folder = folder / "project"
         self.folder.mkdir()
         shutil.copytree(ROOT / "workflow_specs", self.folder / "workflow_specs", ignore=shutil.ignore_patterns("__pycache__"))
@@ -240,7 +243,7 @@ class Terminal:
         settings.mkdir(parents=True)
         local = {"backend": "local", "lease_dir": f"{folder}/leases", "environment": dict(environment)}
         (settings / "distflow.yaml").write_text(yaml.safe_dump({"pools": {"local": local}}))
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = ":".join(filter(None, (programs, str(Path(sys.executable).parent), os.environ["PATH"])))
         self.environment = {
             **os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(self.state), "USER": "ada", "LOGNAME": "ada",
             "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb", "TZ": "UTC",

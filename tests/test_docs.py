@@ -67,7 +67,8 @@ def _pages_with_commands() -> list[Path]:
 @pytest.mark.parametrize("page", _pages_with_commands(), ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     site = {"PYTHONPATH": request.getfixturevalue("forking_site")} if page.name in TRAINING else NOTHING
-    terminal = Terminal(tmp_path, site)
+    programs = None if page.name == "README.md" else request.getfixturevalue("forking_programs")
+    terminal = Terminal(tmp_path, site, programs)
     _run_page(terminal, [block for block in all_blocks() if block.page == page and _runs_locally(block)])
 
 
@@ -75,10 +76,12 @@ def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path, request:
 @pytest.mark.torch
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", [block for block in all_blocks() if block.note("hosts")], ids=lambda block: block.place)
-def test_commands_do_on_ssh_hosts_what_the_page_shows(block: Block, tmp_path: Path, forking_site: str) -> None:
+def test_commands_do_on_ssh_hosts_what_the_page_shows(
+    block: Block, tmp_path: Path, forking_site: str, forking_programs: str
+) -> None:
     if why := missing_sshd():
         pytest.skip(why)
-    terminal = Terminal(tmp_path)
+    terminal = Terminal(tmp_path, programs=forking_programs)
     with ssh_hosts(tmp_path, str(block.note("hosts")).split(), PYTHONPATH=forking_site):
         files = [one for one in all_blocks() if one.page == block.page and one.language != "console"]
         _run_page(terminal, [*files, block])

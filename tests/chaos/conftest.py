@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scenarios.conftest import cli, cluster, commands, far_cluster, far_lab, far_ray_pool, has_runtime, hosts, lab, network
+from scenarios.conftest import cli, cluster, far_cluster, far_lab, far_ray_pool, has_runtime, hosts, lab, network
 
-__all__ = ["cli", "cluster", "commands", "far_cluster", "far_lab", "far_ray_pool", "has_runtime", "hosts", "lab", "network"]
+__all__ = ["cli", "cluster", "far_cluster", "far_lab", "far_ray_pool", "has_runtime", "hosts", "lab", "network"]

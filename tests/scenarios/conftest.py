@@ -30,7 +30,7 @@ from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 from scenarios.cluster import Cluster
-from scenarios.commands import Commands, Done
+from scenarios.commands import Done, run_command
 from scenarios.kubernetes_pool import KubernetesPool
 from scenarios.lab import Lab
 from scenarios.raypool import RayPool
@@ -45,9 +45,9 @@ _COMMAND_EVERY_S = 3.0
 class Cli:
     """distflow in a state directory, a home and a working directory of its own."""
 
-    def __init__(self, folder: Path, commands: Commands, *, has_runtime: bool = True) -> None:
-        """Store the folder. With ``has_runtime``, each node is as after its first connection."""
-        self._commands = commands
+    def __init__(self, folder: Path, base: Path, *, has_runtime: bool = True) -> None:
+        """Store ``folder`` and pytest's ``base`` directory. With ``has_runtime``, nodes are as after their first connection."""
+        self._base = base
         self._has_runtime = has_runtime
         self.folder = folder
         self.state = folder / "state"
@@ -80,7 +80,7 @@ class Cli:
     def run(self, *arguments: str, timeout: float = 240.0, cwd: Path | None = None) -> Done:
         """Run one command to its end. If it takes too long, the error has its output, and the events and logs of workflows."""
         try:
-            return self._commands.run(arguments, self.environment, cwd or self.folder, timeout)
+            return run_command(self._base, arguments, self.environment, cwd or self.folder, timeout)
         except subprocess.TimeoutExpired as late:
             printed = b"\n".join(filter(None, (late.stdout, late.stderr))).decode()
             raise AssertionError(f"{late}\n{printed}\n{self._reports()}") from None
@@ -90,7 +90,7 @@ class Cli:
         with Store(StateDirectory(self.state).store) as store:
             names = [record.id for record in store.list()]
         commands = [("workflow", kind, name, *more) for name in names for kind, *more in (("events",), ("logs", "-n", "50"))]
-        found = [self._commands.run(words, self.environment, self.folder, 60.0) for words in commands]
+        found = [run_command(self._base, words, self.environment, self.folder, 60.0) for words in commands]
         return "\n".join(f"{' '.join(words)}:\n{done.out}{done.err}" for words, done in zip(commands, found, strict=True))
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -208,14 +208,6 @@ class Cli:
         return found
 
 
-@pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
-    """What the commands of all tests are forked from."""
-    made = Commands()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def has_runtime() -> bool:
     """Whether nodes already have the runtime; a module whose tests prove the first connection overrides this."""
@@ -223,9 +215,9 @@ def has_runtime() -> bool:
 
 
 @pytest.fixture
-def cli(tmp_path: Path, commands: Commands, has_runtime: bool) -> Iterator[Cli]:
+def cli(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, has_runtime: bool) -> Iterator[Cli]:
     """A distflow of this test's own; at its end no process of it may be left."""
-    made = Cli(tmp_path, commands, has_runtime=has_runtime)
+    made = Cli(tmp_path, tmp_path_factory.getbasetemp(), has_runtime=has_runtime)
     yield made
     try:
         # A supervisor may still release an allocation of a cluster that was away: Ray has a minute to start its program.

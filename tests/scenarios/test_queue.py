@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from distflow.testing.waiting import wait_until
-from scenarios.commands import Commands
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -90,14 +89,14 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
         assert process.wait(60) == 0
 
 
-def test_two_people_are_not_promised_the_same_cpus(cli: Cli, commands: Commands, tmp_path: Path) -> None:
+def test_two_people_are_not_promised_the_same_cpus(cli: Cli, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     go = cli.folder / "go"
     cli.configure(cpus=4)
     spec = ONE_GANG.replace("GO", str(go)).replace("gpu: 2", "cpu: 3")
     mine = cli.submit(cli.spec(spec))
     cli.await_running(mine)
     (tmp_path / "theirs").mkdir()
-    theirs = Cli(tmp_path / "theirs", commands)
+    theirs = Cli(tmp_path / "theirs", tmp_path_factory.getbasetemp())
     theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
     waiting = theirs.submit(theirs.spec(spec))
     wait_until(lambda: "1 of 4 CPUs are free and this task needs 3" in theirs.run("workflow", "query", waiting).out, 30)
@@ -109,7 +108,7 @@ def test_two_people_are_not_promised_the_same_cpus(cli: Cli, commands: Commands,
 
 @pytest.mark.ssh
 def test_two_people_share_a_pool_without_standing_in_line_for_the_same_node(
-    lab: Lab, commands: Commands, tmp_path: Path
+    lab: Lab, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     lab.configure(names=("gpu1", "gpu2"))
@@ -117,7 +116,7 @@ def test_two_people_share_a_pool_without_standing_in_line_for_the_same_node(
     mine = cli.submit(cli.spec(spec))
     cli.await_running(mine)
     (tmp_path / "theirs").mkdir()
-    theirs = Cli(tmp_path / "theirs", commands)
+    theirs = Cli(tmp_path / "theirs", tmp_path_factory.getbasetemp())
     theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
     second, third = theirs.submit(theirs.spec(spec)), theirs.submit(theirs.spec(spec))
     theirs.await_running(second)

@@ -48,7 +48,9 @@ def run_preloaded(
     """Run Python in a folder to its end, and return what it prints."""
     output = folder / "output"
     with output.open("wb") as file, open(os.devnull) as stdin:
-        process = start_preloaded(temporary, arguments, folder, environment, stdin.fileno(), file.fileno(), file.fileno())
+        process = start_preloaded(
+            temporary.getbasetemp(), arguments, folder, environment, stdin.fileno(), file.fileno(), file.fileno()
+        )
     assert process.wait(200) == 0, output.read_text()
     return output.read_text()
 

@@ -47,7 +47,7 @@ class Run:
             if temporary is not None:
                 with open(os.devnull) as stdin:
                     files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-                    self.process = start_preloaded(temporary, arguments, folder, known, *files)
+                    self.process = start_preloaded(temporary.getbasetemp(), arguments, folder, known, *files)
                 return
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=folder, env=known, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,

@@ -40,7 +40,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     script = Path(__file__).with_name("faults.py")
     with open(os.devnull, "r+") as null:
         files = (null.fileno(), null.fileno(), 2)
-        main = start_preloaded(tmp_path_factory, [str(script), str(folder)], folder, environment, *files)
+        main = start_preloaded(tmp_path_factory.getbasetemp(), [str(script), str(folder)], folder, environment, *files)
     assert main.wait(200) == 0
     results: dict[str, dict[str, int]] = json.loads((folder / "results.json").read_text())
     return {

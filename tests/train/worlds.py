@@ -55,7 +55,7 @@ def _run(script: Path, ranks: int, folder: Path, results: Path, temporary: pytes
     code: int | None = None
     with (folder / "main.log").open("wb") as log, open(os.devnull) as stdin:
         files = (stdin.fileno(), log.fileno(), log.fileno())
-        main = start_preloaded(temporary, [str(script)], folder, environment, *files)
+        main = start_preloaded(temporary.getbasetemp(), [str(script)], folder, environment, *files)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with what the ranks printed
             code = main.wait(DEADLINE_S)

@@ -58,7 +58,7 @@ class Run:
             if sys.executable not in launcher:
                 with open(os.devnull) as stdin:
                     files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-                    self.process = start_preloaded(temporary, [*launcher, *arguments], folder, known, *files)
+                    self.process = start_preloaded(temporary.getbasetemp(), [*launcher, *arguments], folder, known, *files)
                 return
             self.process = subprocess.Popen(
                 [*launcher, *arguments],

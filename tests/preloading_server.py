@@ -1,0 +1,297 @@
+"""The server process of ``preloaded``, and the forks of it.
+
+Its arguments are ``torch`` or ``distflow``, the descriptor of a listening socket, the process with which the server ends, and a
+text that is only long.
+"""
+
+from __future__ import annotations
+
+import _posixsubprocess
+import atexit
+import ctypes
+import dataclasses
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import process, util
+from pathlib import Path
+from typing import Any, NoReturn
+
+from preloaded import connect, request_start
+
+__all__ = ["BASIC", "fork_interpreters"]
+
+BASIC = (
+    "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)  # fmt: skip
+"""The modules that the ranks of most trainings import. DDP and the optimizers import ``torch._dynamo``."""
+_FLAGS = {"-u", "-B", "-E", "-I", "-s"}
+_CAN_SHOW = "RESERVED" in os.environ
+
+
+def _serve(server: socket.socket, owner: int) -> None:
+    """Fork a process for each connection, and send its pid and later its exit code. Return when ``owner`` has ended.
+
+    If a client closes its connection, kill the process.
+    """
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    selector.register(server, selectors.EVENT_READ)
+    selector.register(reader, selectors.EVENT_READ)
+    running: dict[int, socket.socket] = {}
+    while os.path.exists(f"/proc/{owner}"):
+        for key, _ in selector.select(1.0):
+            if key.fileobj is server:
+                connection, _ = server.accept()
+                request, handles, _, _ = socket.recv_fds(connection, 1 << 20, 16)
+                if not request:  # only a test of the address
+                    connection.close()
+                    continue
+                arguments, folder, environment, kept = json.loads(request)
+                pid = _start(arguments, folder, environment, handles, kept or [])
+                running[pid] = connection
+                if kept is None:
+                    selector.register(connection, selectors.EVENT_READ, pid)
+                _send(connection, pid)
+            elif key.fileobj is reader:
+                reader.recv(4096)
+            else:
+                selector.unregister(key.fileobj)
+                for kill in (os.kill, os.killpg):
+                    with suppress(ProcessLookupError):
+                        kill(key.data, signal.SIGKILL)
+        for pid in tuple(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with running.pop(pid) as connection:
+                    with suppress(KeyError):  # the other end is closed
+                        selector.unregister(connection)
+                    _send(connection, os.waitstatus_to_exitcode(status))
+
+
+def _start(arguments: list[str], folder: str, environment: dict[str, str], handles: list[int], kept: list[int]) -> int:
+    """Fork a process in a new session, with the standard streams and the other files ``handles``. Return its pid."""
+    modules = environment.get("PRELOAD", "").split()
+    if not _LOADED.issuperset(modules):
+        fork_interpreters(modules)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        _become(arguments, folder, environment, handles[:3], dict(zip(handles[3:], kept, strict=True)))
+    for handle in handles:
+        os.close(handle)
+    return pid
+
+
+def _send(connection: socket.socket, number: int) -> None:
+    with suppress(OSError):
+        connection.send(str(number).encode())
+
+
+_fork_exec = _posixsubprocess.fork_exec
+
+
+def _fork(args: Any, executables: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> int:
+    """Replace ``_posixsubprocess.fork_exec``: if the command is this Python, fork without starting an interpreter."""
+    command = [os.fsdecode(one) for one in args]
+    stdin, _, _, stdout, _, stderr, _, failed, _, start_new_session = more[:10]
+    is_forked = "-S" not in command[1:3] if _address is None else start_new_session and command[1:2] == ["-m"]
+    if command[0] != sys.executable or not is_forked or any(callable(one) for one in more):
+        return int(_fork_exec(args, executables, close_fds, pass_fds, cwd, env, *more))
+    folder, handles, kept = os.fsdecode(cwd or "."), [stdin, stdout, stderr], sorted({*pass_fds} - {failed})
+    known = dict(os.environ) if env is None else dict(os.fsdecode(one).split("=", 1) for one in env)
+    if _address is not None:
+        return _fork_from_server(_address, command[1:], folder, known, handles, kept)
+    pid = os.fork()
+    if pid == 0:
+        if start_new_session:
+            os.setsid()
+        _become(command[1:], folder, known, handles, dict(zip(kept, kept, strict=True)))
+    return pid
+
+
+def _fork_from_server(
+    address: str, arguments: list[str], folder: str, environment: dict[str, str], handles: list[int], kept: list[int]
+) -> int:
+    """Fork a background process from the server: a connection to SQLite must not be carried through a fork."""
+    connection = connect(address)
+    assert connection is not None
+    with connection:
+        request_start(connection, arguments, folder, environment, [at if at >= 0 else n for n, at in enumerate(handles)], kept)
+        return int(connection.recv(32))
+
+
+def _become(
+    arguments: list[str],
+    folder: str,
+    environment: dict[str, str],
+    handles: Sequence[int],
+    kept: Mapping[int, int],
+) -> NoReturn:
+    """Run ``python ARGUMENTS`` in this fork and exit. The code that the parent was running never continues here.
+
+    ``handles`` become the standard streams. ``kept`` has further descriptors, and their numbers in the new process.
+    """
+    _show([sys.executable, *arguments], [f"{name}={value}" for name, value in environment.items()])
+    _reset_signals()
+    _keep_open(handles, kept)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_PATH]
+    for name in sys.modules.keys() - _LOADED:
+        del sys.modules[name]
+    process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    process._children.clear()  # type: ignore[attr-defined]
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    if debug := sys.modules.get("torch.distributed"):
+        debug.set_debug_level_from_env()  # which torch reads when it is imported
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent removes its temporary directories itself
+    code = _exit_code(arguments)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _show(*texts: Sequence[str]) -> None:
+    """Show these arguments and this environment in /proc, where other processes read them from the memory of this one."""
+    if not _CAN_SHOW:
+        return
+    ends = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]]
+    for (start, end), values in zip((ends[:2], ends[2:]), texts, strict=True):
+        size = end - start
+        content = b"".join(os.fsencode(value) + b"\0" for value in values)
+        ctypes.memmove(start, content[: size - 1].ljust(size, b"\0"), size)
+
+
+def _reset_signals() -> None:
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _keep_open(handles: Sequence[int], kept: Mapping[int, int]) -> None:
+    """Make ``handles`` the standard streams (-1: do not change this one), and close all other files except ``kept``."""
+    # Above all numbers that are wanted, so that none is replaced before it is copied.
+    copies = {number: fcntl.fcntl(handle, fcntl.F_DUPFD, 500) for handle, number in kept.items()}
+    for standard, handle in enumerate(handles):
+        if handle not in (-1, standard):
+            os.dup2(handle, standard)
+    for number, copy in copies.items():
+        os.dup2(copy, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in copies:
+            with suppress(OSError):
+                os.close(int(name))
+    # The streams of the server remember what kind of file they had.
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        _run(arguments)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001  as the interpreter does
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    """Run a script, a module (``-m``) or a text (``-c``) as ``__main__``."""
+    while arguments[0] in _FLAGS:
+        if arguments.pop(0) == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-m", *arguments[2:]]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        return
+    if arguments[0] == "-c":
+        sys.path.insert(0, "")
+        name, source, sys.argv = "<string>", arguments[1].encode(), ["-c", *arguments[2:]]
+    else:
+        name, sys.argv = arguments[0], arguments
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        source, main.__file__ = Path(name).read_bytes(), name
+    exec(compile(source, name, "exec"), vars(main))
+
+
+def fork_interpreters(modules: Iterable[str]) -> None:
+    """Import ``modules``, and from now on fork Python processes instead of starting interpreters."""
+    gc.disable()  # collecting garbage would take a fifth of the time and free nothing
+    for module in modules:
+        importlib.import_module(module)
+    _LOADED.update(sys.modules)
+    gc.freeze()
+    gc.enable()
+    subprocess._fork_exec = _posixsubprocess.fork_exec = _fork  # type: ignore[attr-defined]
+
+
+def _modules_of_distflow() -> Iterator[str]:
+    """Return the modules that commands and supervisors import, also those that they import when they need them."""
+    import msgspec
+
+    for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
+        if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
+            yield module.name
+            # msgspec inspects a dataclass once per process, before it decodes the first one.
+            for kind in vars(sys.modules[module.name]).values():
+                if isinstance(kind, type) and kind.__module__ == module.name and dataclasses.is_dataclass(kind):
+                    with suppress(Exception):  # not every class can be decoded
+                        msgspec.convert({}, kind)
+    yield from ("jsonschema", "encodings.idna")
+    with suppress(ImportError):
+        importlib.import_module("s3fs")
+
+
+_NOT_NEEDED = ("distflow.train", "distflow.runtime", "distflow.testing", "distflow.distributed")
+_PATH = sys.path[1:]
+_LOADED: set[str] = set()
+_address: str | None = None
+"""The address of the server for distflow. Its forks request new forks there, and do not fork themselves."""
+
+if __name__ == "__main__":
+    kind, listener, owner_pid = sys.argv[1:4]
+    listening = socket.socket(fileno=int(listener))
+    _address = None if kind == "torch" else listening.getsockname().decode()
+    fork_interpreters((*BASIC, "numpy", "torch.distributed.pipelining") if kind == "torch" else _modules_of_distflow())
+    _serve(listening, int(owner_pid))
