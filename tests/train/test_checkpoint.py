@@ -375,8 +375,8 @@ LEFT = """
 """
 
 
-def test_a_checkpoint_that_is_being_written_when_the_world_is_left_is_whole_then(start: Start) -> None:
-    run = start(LEFT, plain=True)
+def test_a_checkpoint_that_is_being_written_when_the_world_is_left_is_whole_then(start_with_torch: Start) -> None:
+    run = start_with_torch(LEFT, plain=True)
     assert run.wait() == 0, run.stderr
     assert run.stdout == "['step-1']\n"
 

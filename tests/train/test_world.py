@@ -235,8 +235,8 @@ def test_stacks_may_be_asked_for_as_soon_as_their_file_is_there(start_with_torch
     assert run.wait() == 0, run.stderr
 
 
-def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:
-    run = start(
+def test_debug_mode_names_both_sides_of_a_mismatch(start_with_torch: Start) -> None:
+    run = start_with_torch(
         """
         import torch, torch.distributed as dist
         from torch._C._distributed_c10d import _dump_fr_trace_json
