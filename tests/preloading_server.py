@@ -293,5 +293,8 @@ if __name__ == "__main__":
     kind, listener, owner_pid = sys.argv[1:4]
     listening = socket.socket(fileno=int(listener))
     _address = None if kind == "torch" else listening.getsockname().decode()
+    if kind == "torch":
+        # Processes that wake up then do not interrupt a rank, which may hold a lock for which gloo waits in a busy loop.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     fork_interpreters((*BASIC, "numpy", "torch.distributed.pipelining") if kind == "torch" else _modules_of_distflow())
     _serve(listening, int(owner_pid))
