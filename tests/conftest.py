@@ -96,11 +96,11 @@ _CLUSTERS = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests so that each worker of pytest-xdist begins with long tests.
+    """Order the tests so that each worker of pytest-xdist has its long tests in the first half of its part of the list.
 
-    Each worker gets a part of the list. A worker that is done takes tests from the end of another part. The first workers
-    begin with all tests of one cluster each: tests that stop parts of a cluster wait for its other tests, and each worker would
-    need 12 s of processor time to start a Ray cluster.
+    Short tests are between them, because most long tests wait: while one worker waits, another one computes. A worker that is
+    done takes tests from the end of another part. The first workers begin with all tests of one cluster each: tests that stop
+    parts of a cluster wait for its other tests, and each worker would need 12 s of processor time to start a Ray cluster.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     of_clusters = [[item for item in items if pattern.search(item.nodeid)] for pattern in _CLUSTERS]
@@ -116,7 +116,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rest = iter([item for item, rank in ranks.items() if rank == len(_LONG)])
     size, free = len(items) // workers, workers - len(of_clusters)
     parts = [*of_clusters, *(long[worker::free] for worker in range(free))] if free > 0 else [sum(of_clusters, long)]
-    items[:] = [item for part in parts for item in (*part, *itertools.islice(rest, max(0, size - len(part))))]
+    items.clear()
+    for number, part in enumerate(parts):
+        short = max(0, size - len(part))
+        between = 0 if number < len(of_clusters) else short // (2 * len(part) + 1)
+        for item in part:
+            items += [item, *itertools.islice(rest, between)]
+        items += itertools.islice(rest, short - between * len(part))
     items += rest
 
 
