@@ -5,6 +5,7 @@
     DistflowError                      exit  what happened
     ├── InputError                      2    a document or the command line is wrong
     │   ├── ProblemsFound               2    findings with file:line (documents.problems)
+    │   ├── SecretsMissing              2    secrets of an earlier workflow must be given again
     │   └── NotFound                    2    a workflow, task, node, file or another named thing does not exist
     ├── NodeError                       3    a node, or the connection to it, failed
     │   ├── TransportError              3    a command or bytes could not be sent to it
