@@ -14,7 +14,9 @@ from distflow.cli.completion import complete_notify
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint, table
-from distflow.client.notifications.targets import find_notify_targets, send_test_notification, target_problems
+from distflow.client.notifications.delivery import send_test_notification
+from distflow.client.notifications.targets import target_problems
+from distflow.client.specs import find_notify_targets
 from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.text import did_you_mean, plain
 from distflow.errors import NotFound, NotifyError

@@ -46,14 +46,15 @@ if TYPE_CHECKING:
     from distflow.client.measurements.metrics import find_metrics
     from distflow.client.measurements.samples import find_samples
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_jobs, reap_nodes, uninstall_nodes
-    from distflow.client.notifications.targets import find_notify_targets, send_test_notification, set_profile_notify
+    from distflow.client.notifications.delivery import send_test_notification
+    from distflow.client.notifications.targets import set_profile_notify
     from distflow.client.outputs import fetch_output_files, list_output_files
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
     from distflow.client.rsync.copies import rsync_with_task, start_sync, stop_syncs
     from distflow.client.running_tasks import find_running_task, forward_ports, read_stacks, run_on_tasks
     from distflow.client.spec_drafts.drafts import spec_text
     from distflow.client.spec_drafts.quick_run import draft_run, fetch_results
-    from distflow.client.specs import Overrides, check_spec, validate
+    from distflow.client.specs import Overrides, check_spec, find_notify_targets, validate
     from distflow.client.submission import SubmitRequest, plan, plan_restart, restart, submit
     from distflow.client.workflows import (
         cancel,

@@ -45,6 +45,7 @@ __all__ = [
     "check_spec",
     "check_stored_spec",
     "configuration_schema_text",
+    "find_notify_targets",
     "find_previous",
     "output_schema_text",
     "propose_placement",
@@ -126,6 +127,24 @@ def check_spec(
     template = text if text is not None else Path(file).read_text(encoding="utf-8")
     folder = Path.cwd() if text is not None else Path(file).absolute().parent
     return CheckedSpec(spec=spec, worlds=checks.worlds, warnings=warnings, template=template, folder=folder)
+
+
+def find_notify_targets(client: Client, spec: str | None = None) -> tuple[NotifyTarget, ...]:
+    """Return the entries of ``notify`` that apply to this user's workflows.
+
+    Args:
+        client: The client whose configuration and profile are read.
+        spec: The path of a spec whose entries are included.
+
+    Raises:
+        ProblemsFound: if the configuration, the profile or the spec is wrong.
+        StateError: if the profile cannot be read.
+
+    """
+    own = own_targets(client, client.configuration())
+    if spec is None:
+        return own
+    return (*own, *check_spec(client, spec, Overrides(secrets={}), is_tolerant=True).spec.notify)
 
 
 def check_stored_spec(client: Client, name: str, text: str, template: str, folder: Path, overrides: Overrides) -> CheckedSpec:

@@ -21,9 +21,10 @@ from cryptography.x509.oid import NameOID
 
 from distflow.client.client import Client
 from distflow.client.notifications import delivery
+from distflow.client.notifications.delivery import send_test_notification
 from distflow.client.notifications.message import compose, sample
 from distflow.client.notifications.sender import main, send_notices
-from distflow.client.notifications.targets import send_test_notification, set_profile_notify, target_problems
+from distflow.client.notifications.targets import set_profile_notify, target_problems
 from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.problems import Mark, ProblemsFound
 from distflow.errors import NotifyError, StateError

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from distflow import __version__
-from distflow.client.notifications.message import Message
-from distflow.client.notifications.targets import INSTALL_APPRISE, is_loopback
-from distflow.documents.notify import NotifyTarget
+from distflow.client.client import Client
+from distflow.client.notifications.message import Message, sample
+from distflow.client.notifications.targets import INSTALL_APPRISE, is_loopback, target_problems, url_of
+from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.quantities import seconds_text
 from distflow.errors import NotifyError
 from distflow.protocol.ends import signal_name
 
-__all__ = ["deliver"]
+__all__ = ["deliver", "send_test_notification"]
 
 _COMMAND_S = 30.0
 """The maximum time that a command may run."""
@@ -64,6 +65,30 @@ def deliver(target: NotifyTarget, message: Message, url: str) -> None:
         _post(url, _body(target, message, url))
     else:
         _send_by_apprise(url, message)
+
+
+def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigger | None = None) -> str:
+    """Send a test message to an entry, once and without retries.
+
+    Args:
+        client: The client whose credentials the entry may use.
+        target: The entry.
+        trigger: The event that the message pretends to report. Default: the first trigger of the entry.
+
+    Returns:
+        The reason why it was not sent, or an empty text if it was sent.
+
+    Raises:
+        StateError: if the credentials cannot be read.
+
+    """
+    if problems := target_problems(client, [target]):
+        return ": ".join(filter(None, (problems[0].message, problems[0].hint)))
+    try:
+        deliver(target, sample(trigger or target.on[0]), url_of(client, target))
+    except NotifyError as error:
+        return error.message
+    return ""
 
 
 def _body(target: NotifyTarget, message: Message, url: str) -> dict[str, Any]:

@@ -13,20 +13,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from distflow.client.client import Client
-from distflow.documents.notify import NotifyTarget, Trigger
+from distflow.documents.notify import NotifyTarget
 from distflow.documents.problems import Problem, Severity, raise_errors
 from distflow.documents.text import did_you_mean
-from distflow.errors import DistflowError, InputError, NotFound, NotifyError
+from distflow.errors import DistflowError, InputError, NotFound
 from distflow.pools.model import Configuration
 from distflow.state.credentials import Credentials, CredentialType
 from distflow.state.directory import find_state_directory, write_profile
 
 __all__ = [
     "INSTALL_APPRISE",
-    "find_notify_targets",
     "is_loopback",
     "own_targets",
-    "send_test_notification",
     "set_profile_notify",
     "target_problems",
     "url_of",
@@ -34,26 +32,6 @@ __all__ = [
 
 INSTALL_APPRISE = "pip install 'distflow-cli[notify]'"
 _URL_KEY = "url"
-
-
-def find_notify_targets(client: Client, spec: str | None = None) -> tuple[NotifyTarget, ...]:
-    """Return the entries of ``notify`` that apply to this user's workflows.
-
-    Args:
-        client: The client whose configuration and profile are read.
-        spec: The path of a spec whose entries are included.
-
-    Raises:
-        ProblemsFound: if the configuration, the profile or the spec is wrong.
-        StateError: if the profile cannot be read.
-
-    """
-    own = own_targets(client, client.configuration())
-    if spec is None:
-        return own
-    from distflow.client.specs import Overrides, check_spec
-
-    return (*own, *check_spec(client, spec, Overrides(secrets={}), is_tolerant=True).spec.notify)
 
 
 def own_targets(client: Client, configuration: Configuration) -> tuple[NotifyTarget, ...]:
@@ -201,33 +179,6 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
-
-
-def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigger | None = None) -> str:
-    """Send a test message to an entry, once and without retries.
-
-    Args:
-        client: The client whose credentials the entry may use.
-        target: The entry.
-        trigger: The event that the message pretends to report. Default: the first trigger of the entry.
-
-    Returns:
-        The reason why it was not sent, or an empty text if it was sent.
-
-    Raises:
-        StateError: if the credentials cannot be read.
-
-    """
-    from distflow.client.notifications.delivery import deliver
-    from distflow.client.notifications.message import sample
-
-    if problems := target_problems(client, [target]):
-        return ": ".join(filter(None, (problems[0].message, problems[0].hint)))
-    try:
-        deliver(target, sample(trigger or target.on[0]), url_of(client, target))
-    except NotifyError as error:
-        return error.message
-    return ""
 
 
 def _credentials(client: Client) -> Credentials:
