@@ -29,6 +29,7 @@ from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
+from preloaded import Preloaded, start_preloaded
 from scenarios.cluster import Cluster
 from scenarios.commands import Done, run_command
 from scenarios.kubernetes_pool import KubernetesPool
@@ -99,6 +100,13 @@ class Cli:
             [sys.executable, "-m", "distflow", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=self.environment, cwd=self.folder,
         )  # fmt: skip
+
+    def fork(self, *arguments: str, stdout: int, stderr: int) -> Preloaded:
+        """Begin one command without the start of an interpreter."""
+        with open(os.devnull, "rb") as stdin:
+            words = ["-m", "distflow", *arguments]
+            streams = stdin.fileno(), stdout, stderr
+            return start_preloaded(self._base, words, self.folder, self.environment, *streams, kind="distflow")
 
     def spec(self, text: str, name: str = "spec.yaml") -> str:
         """Write a spec and return its path."""

@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,12 @@ def visit(page: Page, url: str) -> None:
     wait_until(is_open, 60, f"{url} is open")
 
 
+def turn(page: Page, fragment: str) -> None:
+    """Let an open page show another fragment, as a click on a link does."""
+    page.evaluate("fragment => { location.hash = fragment; }", fragment)
+    page.wait_for_selector(f'html[data-ready="{fragment}"]', state="attached")
+
+
 class Ui:
     """A server of ``distflow ui``, and a browser."""
 
@@ -104,6 +111,11 @@ class Ui:
         self.page.wait_for_selector("html[data-ready]", state="attached")
         return self.page
 
+    def turn_to(self, fragment: str) -> Page:
+        """Show another page, as a click on a link to it does, without loading the scripts again."""
+        turn(self.page, fragment)
+        return self.page
+
     def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
         """Send a request with other means than the browser. Without headers, it has the token."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()} or {"Authorization": f"Bearer {self.token}"}
@@ -126,19 +138,22 @@ def browser() -> Iterator[Page]:
 @contextmanager
 def serving(cli: Cli, browser: Page, *options: str) -> Iterator[Ui]:
     """Run ``distflow ui``, open its URL, and end it with Ctrl-C. No script may have failed."""
-    process = cli.start("ui", *options)
-    try:
-        assert process.stdout is not None
-        ui = Ui(process.stdout.readline().strip(), browser)
-        browser.context.clear_cookies()
-        visit(browser, ui.url)
-        browser.wait_for_selector("main h1")
-        yield ui
-    finally:
-        visit(browser, "about:blank")
-        process.send_signal(signal.SIGINT)
-        _, printed = process.communicate(timeout=30)
-    assert (process.returncode, printed, ui.errors) == (0, "", [])
+    reader, writer = os.pipe()
+    with open(reader) as output, tempfile.TemporaryFile("w+") as errors:
+        process = cli.fork("ui", *options, stdout=writer, stderr=errors.fileno())
+        os.close(writer)
+        try:
+            ui = Ui(output.readline().strip(), browser)
+            browser.context.clear_cookies()
+            visit(browser, ui.url)
+            browser.wait_for_selector("main h1")
+            yield ui
+        finally:
+            visit(browser, "about:blank")
+            process.send_signal(signal.SIGINT)
+            code = process.wait(30)
+        errors.seek(0)
+        assert (code, errors.read(), ui.errors) == (0, "", [])
 
 
 @pytest.fixture
@@ -403,35 +418,47 @@ workflow:
     cli.await_status(workflow, "FAILED")
     report = cli.folder / "evil.html"
     assert cli.run("workflow", "report", workflow, "-o", str(report)).code == 0
-    opened: list[Callable[[str], Page]] = [ui.open, lambda fragment: show_report(browser, report, fragment)]
-    for show in opened:
-        for section in SECTIONS:
-            page = show(f"#/workflows/{workflow}{section}")
-            page.wait_for_timeout(200)
-            assert page.locator(".body").inner_text().strip(), section
-            assert page.evaluate("typeof hacked") == "undefined"
-            assert page.locator("main img, main script, main b[onclick], main svg[onload]").count() == 0, section
-            if section == "/logs":
-                page.wait_for_selector(".row")
-                assert all(one in page.locator(".lines").inner_text() for one in EVIL)
-            if section == "/metrics":
-                page.wait_for_selector(".chart")
-                assert page.locator(".chart h2").all_inner_texts() == list(EVIL)
+    check_evil_sections(ui.open(), workflow)
+    with asking_for_nothing(browser, report):
+        check_evil_sections(show_report(browser, report), workflow)
+
+
+def check_evil_sections(page: Page, workflow: str) -> None:
+    """Check that each section of the open page shows ``EVIL`` as text."""
+    for section in SECTIONS:
+        turn(page, f"#/workflows/{workflow}{section}")
+        page.wait_for_timeout(200)
+        assert page.locator(".body").inner_text().strip(), section
+        assert page.evaluate("typeof hacked") == "undefined"
+        assert page.locator("main img, main script, main b[onclick], main svg[onload]").count() == 0, section
+        if section == "/logs":
+            page.wait_for_selector(".row")
+            assert all(one in page.locator(".lines").inner_text() for one in EVIL)
+        if section == "/metrics":
+            page.wait_for_selector(".chart")
+            assert page.locator(".chart h2").all_inner_texts() == list(EVIL)
 
 
 def show_report(page: Page, path: Path, fragment: str = "") -> Page:
-    """Open a report from the disk. It may not ask for anything else."""
+    """Open a report from the disk."""
+    with asking_for_nothing(page, path):
+        visit(page, path.as_uri() + fragment)
+        page.wait_for_selector("html[data-ready]", state="attached")
+    return page
+
+
+@contextmanager
+def asking_for_nothing(page: Page, report: Path) -> Iterator[None]:
+    """Check that the page of a report asks for nothing but the report."""
     asked: list[str] = []
 
     def note(request: Any) -> None:
         asked.append(request.url)
 
     page.on("request", note)
-    visit(page, path.as_uri() + fragment)
-    page.wait_for_selector("html[data-ready]", state="attached")
+    yield
     page.remove_listener("request", note)
-    assert [url for url in asked if not url.startswith((path.as_uri(), "data:", "about:"))] == []
-    return page
+    assert [url for url in asked if not url.startswith((report.as_uri(), "data:", "about:"))] == []
 
 
 def test_a_report_is_one_file(cli: Cli, browser: Page) -> None:
@@ -570,13 +597,16 @@ def test_pages_meet_the_rules_of_accessibility(cli: Cli, ui: Ui) -> None:
     schemes: tuple[Any, ...] = ("dark", "light")
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
     found: list[str] = []
-    for fragment in ("", "#/pools", *(f"#/workflows/{workflow}{section}" for section in SECTIONS)):
-        page = ui.open(fragment)
+    # Without `resultTypes`, axe describes every element that fulfills a rule.
+    run = "tags => axe.run({runOnly: {type: 'tag', values: tags}, resultTypes: ['violations']})"
+    page = ui.open()
+    page.evaluate(AXE.read_text(encoding="utf-8"))  # not add_script_tag, which the page's policy forbids
+    for fragment in ("#/", "#/pools", *(f"#/workflows/{workflow}{section}" for section in SECTIONS)):
+        ui.turn_to(fragment)
         page.wait_for_timeout(300)
-        page.evaluate(AXE.read_text(encoding="utf-8"))  # not add_script_tag, which the page's policy forbids
         for scheme in schemes:
             page.emulate_media(color_scheme=scheme)
-            result = page.evaluate("tags => axe.run({runOnly: {type: 'tag', values: tags}})", tags)
+            result = page.evaluate(run, tags)
             found += [
                 f"{fragment} ({scheme}): {one['id']}: {node['target']} {node.get('failureSummary')}"
                 for one in result["violations"]
