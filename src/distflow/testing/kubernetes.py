@@ -433,10 +433,10 @@ def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    """Return the first of 20 consecutive ports that are free now."""
+    """Return the first of 20 consecutive ports that are free now at all addresses."""
     while True:
         first = secrets.choice(range(20_000, 30_000))
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for number in range(20):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + number))
+                stack.enter_context(socket.socket()).bind(("", first + number))
             return first
