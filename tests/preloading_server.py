@@ -47,7 +47,7 @@ _CAN_SHOW = "RESERVED" in os.environ
 def _serve(server: socket.socket, owner: int) -> None:
     """Fork a process for each connection, and send its pid and later its exit code. Return when ``owner`` has ended.
 
-    If a client closes its connection, kill the process.
+    If a client closes its connection, kill the process, unless it was requested as a background process.
     """
     reader, writer = socket.socketpair()
     reader.setblocking(False)

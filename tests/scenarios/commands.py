@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preloaded import start_preloaded
+from preloaded import Preloaded, start_preloaded
 
-__all__ = ["Done", "run_command"]
+__all__ = ["Done", "run_command", "start_command"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,8 @@ class Done:
 
 def run_command(base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float) -> Done:
     """Run ``distflow ARGUMENTS`` to its end. ``base`` is the base directory of pytest. Raises ``subprocess.TimeoutExpired``."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as stdin:
-        files = stdin.fileno(), out.fileno(), err.fileno()
-        process = start_preloaded(base, ["-m", "distflow", *arguments], folder, environment, *files, kind="distflow")
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = start_command(base, arguments, environment, folder, out.fileno(), err.fileno())
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -39,6 +38,15 @@ def run_command(base: Path, arguments: tuple[str, ...], environment: dict[str, s
             process.wait(60)
             raise subprocess.TimeoutExpired(["distflow", *arguments], timeout, _read(out), _read(err)) from None
         return Done(code, _read(out).decode(), _read(err).decode())
+
+
+def start_command(
+    base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, stdout: int, stderr: int
+) -> Preloaded:
+    """Start ``distflow ARGUMENTS`` without input."""
+    with open(os.devnull, "rb") as stdin:
+        streams = stdin.fileno(), stdout, stderr
+        return start_preloaded(base, ["-m", "distflow", *arguments], folder, environment, *streams, kind="distflow")
 
 
 def _read(file: Any) -> bytes:

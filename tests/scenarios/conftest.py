@@ -29,9 +29,9 @@ from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
-from preloaded import Preloaded, start_preloaded
+from preloaded import Preloaded
 from scenarios.cluster import Cluster
-from scenarios.commands import Done, run_command
+from scenarios.commands import Done, run_command, start_command
 from scenarios.kubernetes_pool import KubernetesPool
 from scenarios.lab import Lab
 from scenarios.raypool import RayPool
@@ -103,10 +103,7 @@ class Cli:
 
     def fork(self, *arguments: str, stdout: int, stderr: int) -> Preloaded:
         """Begin one command without the start of an interpreter."""
-        with open(os.devnull, "rb") as stdin:
-            words = ["-m", "distflow", *arguments]
-            streams = stdin.fileno(), stdout, stderr
-            return start_preloaded(self._base, words, self.folder, self.environment, *streams, kind="distflow")
+        return start_command(self._base, arguments, self.environment, self.folder, stdout, stderr)
 
     def spec(self, text: str, name: str = "spec.yaml") -> str:
         """Write a spec and return its path."""

@@ -111,11 +111,6 @@ class Ui:
         self.page.wait_for_selector("html[data-ready]", state="attached")
         return self.page
 
-    def turn_to(self, fragment: str) -> Page:
-        """Show another page, as a click on a link to it does, without loading the scripts again."""
-        turn(self.page, fragment)
-        return self.page
-
     def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
         """Send a request with other means than the browser. Without headers, it has the token."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()} or {"Authorization": f"Bearer {self.token}"}
@@ -602,7 +597,7 @@ def test_pages_meet_the_rules_of_accessibility(cli: Cli, ui: Ui) -> None:
     page = ui.open()
     page.evaluate(AXE.read_text(encoding="utf-8"))  # not add_script_tag, which the page's policy forbids
     for fragment in ("#/", "#/pools", *(f"#/workflows/{workflow}{section}" for section in SECTIONS)):
-        ui.turn_to(fragment)
+        turn(page, fragment)
         page.wait_for_timeout(300)
         for scheme in schemes:
             page.emulate_media(color_scheme=scheme)

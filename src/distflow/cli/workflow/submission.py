@@ -31,7 +31,6 @@ from distflow.spec.names import check_label
 from distflow.state.record import WorkflowRecord
 
 __all__ = [
-    "FetchLine",
     "check_nodes",
     "dry_run",
     "parse_labels",
@@ -166,19 +165,19 @@ def start(
 ) -> WorkflowRecord:
     """Call ``submit`` or ``restart``, and print the id of the new workflow. With ``wait``, JSON is printed only at the end."""
     is_quiet = wait and format_type is Format.JSON
-    with FetchLine(sys.stderr) as line:
+    with _FetchLine(sys.stderr) as line:
         on_stored = None if is_quiet else lambda stored: print_submitted(stored, format_type)
         return start(client, planned, on_stored=on_stored, on_fetch=line.show)
 
 
-class FetchLine:
+class _FetchLine:
     """The progress of fetched outputs at the bottom of a terminal, as a context manager."""
 
     def __init__(self, out: TextIO) -> None:
         """Create the line without showing it."""
         self._bottom = BottomLine(out)
 
-    def __enter__(self) -> FetchLine:
+    def __enter__(self) -> _FetchLine:
         """Return the line. The first call of ``show`` shows it."""
         return self
 

@@ -18,6 +18,8 @@ __all__ = ["JobEnd", "job_end_command"]
 
 _LONGEST_LOG = 2000
 """Bytes of a job's messages."""
+_EXCESS = "exceeded .*memory limit|out of memory|oom.?kill"
+"""A pattern for Python and for ``grep -E`` that matches Slurm's messages about too much memory. Their case differs."""
 _SCRIPT = r"""
 seconds=3
 for job in "$@"; do
@@ -30,7 +32,7 @@ for job in "$@"; do
   echo '{separator}'
   case $shown in *JobState=OUT_OF_MEMORY*)
     # The message with the node may arrive after the state.
-    while [ $seconds -gt 0 ] && ! grep -Eiq 'memory limit|out of memory|oom.?kill' {log} 2>/dev/null; do
+    while [ $seconds -gt 0 ] && ! grep -Eiq '{excess}' {log} 2>/dev/null; do
       sleep 1
       seconds=$((seconds - 1))
     done
@@ -55,9 +57,7 @@ _BY_SEVERITY = (
     "CANCELLED",  # codespell:ignore
 )
 """States of components. The first one that occurs explains the end of a heterogeneous job."""
-_OUT_OF_MEMORY = re.compile(
-    r"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:exceeded .*memory limit|out of memory|oom.?kill)"
-)
+_OUT_OF_MEMORY = re.compile(rf"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:{_EXCESS})")
 """Matches a message about a step that used too much memory, and its node if it is named. The job itself ends as ``FAILED``."""
 
 _NO_GPUS = re.compile(r" JOB_GRES=\S*:0\s")
@@ -74,7 +74,7 @@ def job_end_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str
     It also removes the files with the messages of the jobs' scripts. If a job used too much memory, the command waits up to 3 s
     for the message that names the node.
     """
-    script = _SCRIPT.format(separator=separator, longest=_LONGEST_LOG, log=log_path(root, "$job"))
+    script = _SCRIPT.format(separator=separator, longest=_LONGEST_LOG, excess=_EXCESS, log=log_path(root, "$job"))
     return ("sh", "-c", script, "sh", *jobs)
 
 
