@@ -51,6 +51,8 @@ class RayEngine:
         """The endpoint of each node, by allocation and host."""
         self._over: dict[str, Over] = {}
         """Ended allocation → its first reported end, because Ray may report another reason after the release."""
+        self._remains: set[str] = set()
+        """Ended allocations that have not been released yet."""
         self._notices: dict[str, str] = {}
 
     def request(self, wanted: AllocationRequest) -> str:
@@ -79,24 +81,30 @@ class RayEngine:
         with self._state:
             found: dict[str, AllocationState] = {one: self._over[one] for one in ids if one in self._over}
         queried = [one for one in ids if one not in found]
-        if not queried:
-            return found
+        if queried:
+            found |= self._query(queried, ids)
+        with self._state:
+            remains = list(self._remains)
+        if remains:
+            self.release(remains)
+        return found
+
+    def _query(self, queried: Sequence[str], tasks: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
+        """Return the current states of allocations. ``tasks`` of each: see ``states``."""
+        found: dict[str, AllocationState] = {}
         answer = self._program.ask("states", ids=queried)
-        ended = []
         try:
             for one in queried:
-                state, endpoints = parse_allocation(answer["states"][one], answer["nodes"], ids[one], one)
+                state, endpoints = parse_allocation(answer["states"][one], answer["nodes"], tasks[one], one)
                 found[one] = state
                 with self._state:
                     if isinstance(state, Granted):
                         self._endpoints |= {(one, host): endpoint for host, endpoint in endpoints.items()}
                     elif isinstance(state, Over):
                         self._over[one] = state
-                        ended.append(one)
+                        self._remains.add(one)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise unreadable_answer(self._login.name, error) from error
-        if ended:
-            self.release(ended)
         return found
 
     def allocations(self) -> Mapping[str, Allocation]:
@@ -112,6 +120,7 @@ class RayEngine:
         """Remove placement groups and their actors, and with them all of their processes."""
         self._program.ask("release", ids=list(ids))
         with self._state:
+            self._remains.difference_update(ids)
             self._endpoints = {key: endpoint for key, endpoint in self._endpoints.items() if key[0] not in ids}
             for one in ids:
                 self._notices.pop(one, None)

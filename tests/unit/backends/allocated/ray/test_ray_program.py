@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from distflow.backends.allocated.engine import Allocation as Wanted
-from distflow.backends.allocated.engine import AllocationRequest, RequestRefused
+from distflow.backends.allocated.engine import AllocationRequest, Over, RequestRefused
 from distflow.backends.allocated.ray.program import ClusterProgram, RayMissing
 from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, RaySettings, ssh_node
+from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
 
 READY = json.dumps({"answer": {"ray": "2.60.0", "python": "3.11.7"}})
@@ -25,12 +26,13 @@ Given = Callable[..., str]
 
 @pytest.fixture
 def python(tmp_path: Path) -> Given:
-    """An interpreter that ignores its program, prints these lines, and then reads its input unless ``ends``."""
+    """An interpreter that ignores its program, prints these lines, and then copies its input to ``asked`` unless ``ends``."""
 
     def made(*lines: str, ends: bool = False) -> str:
+        (tmp_path / "asked").touch()
         (tmp_path / "lines").write_text("".join(f"{line}\n" for line in lines))
         path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\ncat {tmp_path}/lines\n{'echo it failed >&2' if ends else 'exec cat >/dev/null'}\n")
+        path.write_text(f"#!/bin/sh\ncat {tmp_path}/lines\n{'echo it failed >&2' if ends else f'exec cat >{tmp_path}/asked'}\n")
         path.chmod(0o755)
         return str(path)
 
@@ -129,6 +131,17 @@ def test_the_end_of_an_allocation_is_the_reason_that_a_node_is_not_reached(pytho
     with pytest.raises(NodeUnreachable) as caught:
         one.transport("abc", "gpu1_0").open(["true"])
     assert caught.value.message == ("gpu1_0@abc: Ray no longer knows placement group abc; its head may have been restarted")
+    one.close()
+
+
+def test_an_ended_allocation_is_released_again_after_a_failed_release(python: Given, tmp_path: Path) -> None:
+    ended = '{"answer": {"states": {"abc": null}, "nodes": []}}'
+    one = engine(python(READY, ended, '{"kind": "failed", "error": "gone"}', '{"answer": {}}'))
+    with pytest.raises(NodeUnreachable, match="gone"):
+        one.states({"abc": ("a",)})
+    assert isinstance(one.states({"abc": ("a",)})["abc"], Over)
+    one.states({"abc": ("a",)})  # asks for nothing, and no further answer exists
+    wait_until(lambda: (tmp_path / "asked").read_text().count('{"do": "release", "with": {"ids": ["abc"]}}') == 2, 20)
     one.close()
 
 
