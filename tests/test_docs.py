@@ -228,8 +228,10 @@ def test_the_examples_of_the_python_api_have_correct_types(tmp_path: Path) -> No
     for block in blocks_of(ROOT / "docs" / "python.md"):
         if block.language == "python":
             (tmp_path / (block.note("file") or "")).write_text(block.text)
-    mypy: list[str | Path] = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", *tmp_path.glob("*.py")]
-    done = subprocess.run(mypy, cwd=ROOT, capture_output=True, text=True, check=False)
+    # As in a user's directory, distflow is an installed package. To follow torch would take most of the time.
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n")
+    mypy: list[str | Path] = [sys.executable, "-m", "mypy", *tmp_path.glob("*.py")]
+    done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "5 source files" in done.stdout
 
