@@ -171,8 +171,10 @@ def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(
     killed, other = bench.lease("a", "b")
     pid = bench.start(killed, "sleep 600")
     bench.start(other, "trap '' TERM; sleep 600")
-    bench.engine.end("1", over)
     os.kill(pid, signal.SIGTERM)
+    # Otherwise, the backend might query the engine before it knows that the command was ended.
+    wait_until(lambda: any(one.doubtful for one in bench.backend._held.values()), 20, "the end of the command is held back")
+    bench.engine.end("1", over)
     end = bench.await_one(Ended, key=killed).end
     assert (end["reason"], end["allocation"], end["message"]) == ("allocation_over", reason, over.message)
     assert end["signal"] == signal.SIGTERM
