@@ -159,7 +159,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_PATH]
-    # The last ones, because each name that is looked at costs a page fault, which copies its page.
+    # The last ones, because each name that is read costs a page fault, which copies its page.
     for name in [*itertools.takewhile(lambda name: name not in _LOADED, reversed(sys.modules))]:
         del sys.modules[name]
     process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]

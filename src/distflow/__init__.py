@@ -81,7 +81,7 @@ _OTHER_MODULES = (
 
 
 def __dir__() -> tuple[str, ...]:
-    """Return all public names, including names that have not been imported yet."""
+    """Return the names in this module, and all public names, including those that have not been imported yet."""
     return (*globals(), *__all__, "list")
 
 

@@ -396,7 +396,7 @@ def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:
     store._db.execute("UPDATE workflows SET unfinished = 1")
     assert store.unfinished() == ()
     assert store.uuids(are_unfinished=True) == {record.uuid}
-    assert (store.has_unfinished(), store.has_unfinished(but={record.uuid})) == (True, False)
+    assert (store.has_unfinished(), store.has_unfinished(excluded={record.uuid})) == (True, False)
 
 
 def test_a_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import typer
 from distflow.cli.options import ALIASES, LazyGroup, commands
 from distflow.errors import DistflowError, InputError, WorkflowEnded
 
-__all__ = ["app", "main", "run", "spread_sets", "wants_json"]
+__all__ = ["app", "main", "repeat_options", "run", "wants_json"]
 
 _FULL, _BUG, _INTERRUPTED = 5, 70, 130
 
@@ -158,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _open_streams() -> None:
     """Connect closed standard streams to /dev/null.
 
-    Make stdout escape characters that its encoding does not support, and add its name to its errors. Make stdin accept any
-    bytes, because the check of a spec reports those that are not UTF-8.
+    Make stdout escape characters that its encoding does not support, and name `standard output` in errors of writing to it.
+    Make stdin accept any bytes, because the check of a spec reports those that are not UTF-8.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -209,7 +209,7 @@ def _run(arguments: list[str]) -> int:
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # restore the handler that ``entry`` removed
-        result = app(args=spread_sets(arguments), prog_name="distflow", standalone_mode=False)
+        result = app(args=repeat_options(arguments), prog_name="distflow", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except DistflowError as error:
         _show_error(error, arguments)
@@ -249,13 +249,13 @@ def _discard_output(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def spread_sets(arguments: Sequence[str]) -> list[str]:
+def repeat_options(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``--set a=1 b=2`` rewritten as ``--set a=1 --set b=2``, because typer does not parse this form.
 
     OSMO accepts several values after one option. This function rewrites all options of ``NAME=VALUE`` pairs (``_PAIRS``). For
     commands without positional arguments, it also rewrites the options in ``_LISTS``, as in ``list -s RUNNING PENDING``.
 
-    >>> spread_sets(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
+    >>> repeat_options(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
     ['spec.yaml', '--set', 'a=1', '--set', 'b=2', '--dry-run']
     """
     spread: list[str] = []

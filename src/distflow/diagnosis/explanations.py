@@ -34,7 +34,7 @@ def mismatch(case: Case, hits: Sequence[Hit]) -> str:
     for hit in hits:
         calls = list(_CALL.finditer(hit.line))
         if len(calls) > 1:
-            return "; ".join(f"{case.rank_words(int(call['rank']))} called {_call(call)}" for call in calls)
+            return "; ".join(f"{case.rank_label(int(call['rank']))} called {_call(call)}" for call in calls)
     sizes = next((hit for hit in hits if hit.match.re.groups == 2), None)
     if sizes is not None:
         return f"{sizes.who} received {sizes.match[1]} bytes but expected {sizes.match[2]}"
@@ -49,7 +49,7 @@ def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("one"):
-            who = case.rank_words(int(found["rank"])) if found.get("rank") else hit.who
+            who = case.rank_label(int(found["rank"])) if found.get("rank") else hit.who
             return f"{who} expects {_ranks(found['one'])}, another rank expects {found['other']}"
         # torchrun's own store counts machines instead of ranks.
         counts = (case.world_size, sum(bool(outcome.ranks) for outcome in case.outcomes))
@@ -86,7 +86,7 @@ def absent_ranks(case: Case, hits: Sequence[Hit]) -> str | None:
     if not ranks:
         arrived = waiting if counted and len(waiting) == int(counted.match["there"]) else set()
         ranks = [rank for rank in range(case.world_size) if rank not in arrived] if arrived else []
-    held = ", ".join(case.rank_words(rank) for rank in ranks[:_SHOWN]) + (" and others" if len(ranks) > _SHOWN else "")
+    held = ", ".join(case.rank_label(rank) for rank in ranks[:_SHOWN]) + (" and others" if len(ranks) > _SHOWN else "")
     return "; ".join(filter(None, (f"{held} did not arrive" if held else "", f"{_who(hits)} waited", counts)))
 
 
@@ -125,7 +125,7 @@ def host_memory(case: Case, hits: Sequence[Hit]) -> str:
 def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
     """Return the two ranks that the message names, with their versions."""
     one, first, other, second = hits[0].match.groups()
-    return f"{case.rank_words(int(one))} has {first}, {case.rank_words(int(other))} has {second}"
+    return f"{case.rank_label(int(one))} has {first}, {case.rank_label(int(other))} has {second}"
 
 
 def interface(case: Case, hits: Sequence[Hit]) -> str | None:

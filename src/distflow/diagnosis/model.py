@@ -84,7 +84,7 @@ class Case:
         """Return the task that holds a rank; ``None`` if no task does."""
         return next((outcome for outcome in self.outcomes if rank in outcome.ranks), None)
 
-    def rank_words(self, rank: int) -> str:
+    def rank_label(self, rank: int) -> str:
         """Return a rank with its task, such as ``rank 9 (worker on gpu2)``, or only the rank if no task holds it."""
         outcome = self.holder(rank)
         return f"rank {rank} ({outcome.place})" if outcome else f"rank {rank}"

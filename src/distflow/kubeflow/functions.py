@@ -52,7 +52,7 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
     try:
         missing = sorted(_missing_names(script, name, has_lazy_annotations=is_lazy))
     except SyntaxError as error:  # `nonlocal`, for example
-        raise ValueError(f"`{name}` cannot run outside of the code around it: {error}: define it at the top level") from error
+        raise ValueError(f"`{name}` depends on the code around it ({error}): define it at the top level of a module") from error
     if missing:
         raise ValueError(
             f"`{name}` uses {listed(missing)}, which the nodes do not have, because only the source of the function is sent: "

@@ -1,15 +1,15 @@
 """The rank layout of a group: the global ranks of each task.
 
 A *world* consists of the tasks of a group that share ranks 0 … world_size−1. Each of them holds ``size`` consecutive ranks from
-``offset``; the task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's sample
-(``--offset``, ``--size``).
+``offset``; the task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's PyTorch
+tutorial (``--offset``, ``--size``).
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["TaskRanks", "World", "rank_words"]
+__all__ = ["TaskRanks", "World", "rank_label"]
 
 
 class TaskRanks(Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class TaskRanks(Struct, frozen=True, kw_only=True):
         return str(self.offset) if self.size == 1 else f"{self.offset}-{self.offset + self.size - 1}"
 
 
-def rank_words(text: str) -> str:
+def rank_label(text: str) -> str:
     """Return ``rank 3`` for ``3``, ``ranks 0-7`` for ``0-7``, and ``""`` for ``""``."""
     return f"rank{'s' if '-' in text else ''} {text}" if text else ""
 

@@ -15,7 +15,7 @@ from typing import Any
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import count_text
 from distflow.documents.urls import parse_url
-from distflow.layout.ranks import rank_words
+from distflow.layout.ranks import rank_label
 from distflow.lifecycle.states import waits_for
 from distflow.plan.compatibility import distributed_files
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedCredential, PlannedFile
@@ -147,7 +147,7 @@ def _headline(group: GroupPlan) -> str:
 def _task_lines(launch: Launch, node: str | None) -> list[str]:
     head = f"  task {launch.task}" + (" (lead)" if launch.lead else "")
     head += f" on {node}" if node else ""
-    head += f", {rank_words(launch.ranks.text)}" if launch.ranks else ""
+    head += f", {rank_label(launch.ranks.text)}" if launch.ranks else ""
     lines = [head, "    command      " + " ".join(shlex.quote(_shown(word)) for word in launch.argv)]
     for position, (name, value) in enumerate(launch.environment.items()):
         lines.append(f"    {'environment' if position == 0 else '':12} {name}={_shown(value)}")

@@ -18,7 +18,7 @@ from distflow.documents.problems import Problem
 from distflow.documents.text import few
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
-from distflow.layout.ranks import rank_words
+from distflow.layout.ranks import rank_label
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.plan.pyxis import images_problem, pyxis_image
 from distflow.plan.slurm_limits import slurm_limits
@@ -236,7 +236,7 @@ def _job_head(group: _Group, context: _Context, warnings: Sequence[Problem]) -> 
         lines += _usage("sbatch", context, [group], warnings)
     for number, launch in enumerate(group.launches):
         ranks = (
-            f", {rank_words(launch.ranks.text)} of {group.plan.world.world_size}" if launch.ranks and group.plan.world else ""
+            f", {rank_label(launch.ranks.text)} of {group.plan.world.world_size}" if launch.ranks and group.plan.world else ""
         )
         lines.append(f"# Node {number} runs the task {launch.task}{ranks}.")
     return lines

@@ -246,7 +246,7 @@ def _texts(spec: TaskSpec) -> Iterator[Text]:
 _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "hostNetwork": (
-            "`hostNetwork` is ignored: tasks use the node's network, pods only with `host_network` of the pool",
+            "`hostNetwork` is ignored: tasks use the node's network, and pods do so if the pool sets `host_network`",
             "remove it",
         ),
         "downloadType": ("`downloadType` is ignored: distflow always downloads inputs", "remove it"),
@@ -344,7 +344,7 @@ def parse_strategy_block(group: View) -> StrategyBlock | None:
 
 
 def parse_elastic(group: View) -> Elastic | None:
-    """Return how few tasks the group may run with, and how long it waits for all tasks; ``None`` if it needs all of them."""
+    """Return the minimum number of tasks, and how long the group waits for all of them; ``None`` if it needs all of them."""
     given = group.view("elastic")
     least = given.whole("min")
     if least is None:
@@ -381,8 +381,8 @@ def _parse_launcher(owner: View) -> Launcher | None:
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
     """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework needs them.
 
-    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). Added ranks have no number yet: the
-    layout gives such a task one rank for each requested GPU, or one rank if it requests no GPU.
+    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). Added ranks have no ``size`` yet:
+    the layout gives such a task one rank for each requested GPU, or one rank if it requests no GPU.
     """
     framework = parse_framework(group) if group is not None else None
     general = _parse_launcher(group) if group is not None else None
@@ -454,7 +454,7 @@ def parse_retry(owner: View, above: Retry) -> Retry:
 
 
 def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Problem, ...]:
-    """Return a warning for each RESCHEDULE that has no effect, or none after the start of its task.
+    """Return a warning for each RESCHEDULE that never has an effect, or has none after its task has started.
 
     ``worlds`` has the names of groups whose tasks share a world.
     """
@@ -467,7 +467,7 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
             message = hint = ""
             if group.retry.limit == 0:
                 message = "no effect: `retry` has the limit 0"
-                hint = "raise the limit, or remove it: then the workflow's limit or 10 applies"
+                hint = "raise the limit, or remove it to use the workflow's limit (10 by default)"
             elif ignores and not task.lead:
                 why = f"the group continues without `{task.written_name}`, because only the lead decides the group's end"
                 message = f"no effect after the task has started: {why}"

@@ -89,11 +89,11 @@ class Cause(Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """One line for people: ``worker on gpu2, rank 11: exit code 1: ValueError: bad label``."""
         from distflow.documents.text import plain  # noqa: PLC0415  most commands show no cause
-        from distflow.layout.ranks import rank_words  # noqa: PLC0415  see above
+        from distflow.layout.ranks import rank_label  # noqa: PLC0415  see above
         from distflow.lifecycle.exits import exit_text  # noqa: PLC0415  see above
 
         where = f" on {self.node}" if self.node else ""
-        ranks = f", {rank_words(self.ranks)}" if self.ranks else ""
+        ranks = f", {rank_label(self.ranks)}" if self.ranks else ""
         message = plain(self.message) or REASON_TEXT[self.reason]
         how = exit_text(self.exit_code, self.signal)
         if how and self.reason not in (Reason.EXIT_CODE, Reason.SIGNAL):  # otherwise, the message contains it

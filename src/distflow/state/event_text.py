@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distflow.documents.quantities import bytes_text, count_text, seconds_text
 from distflow.documents.text import few
-from distflow.layout.ranks import rank_words
+from distflow.layout.ranks import rank_label
 from distflow.state import event_details as of
 
 __all__ = ["event_text", "hang_text", "next_attempt_text"]
@@ -78,7 +78,7 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
         case of.TaskReady():
             return f"ready to start on {details.node}"
         case of.TaskStarted():
-            where = ", ".join(filter(None, [details.node, rank_words(details.ranks)]))
+            where = ", ".join(filter(None, [details.node, rank_label(details.ranks)]))
             return f"started on {where}" + (f" (pid {details.pid})" if details.pid is not None else "")
         case of.LeaseLost():
             return "its lease was lost"

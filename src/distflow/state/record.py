@@ -74,7 +74,7 @@ class OrphanState(str, Enum):
 
 
 class TransferProgress(Struct, frozen=True, kw_only=True):
-    """The progress of a transfer for a task: of its files, an input or its image, or of its output."""
+    """The progress of a transfer for a task: of its files, an input, its image, or its output."""
 
     sent: int
     """Bytes that have arrived, or that the node has packed (``output`` is ``packs``)."""
@@ -91,7 +91,7 @@ class TransferProgress(Struct, frozen=True, kw_only=True):
 
 
 class Saved(Struct, frozen=True, kw_only=True):
-    """The outcome of collecting a task's output, for other groups or so that this machine can write it to URLs."""
+    """The outcome of collecting a task's output, which other groups need, or which this machine writes to URLs."""
 
     at: float
     digest: str = ""
@@ -177,7 +177,7 @@ class Outage(Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """The refusals of a node that refused to lease resources to a group, or did not answer the request."""
+    """A node's refusals to lease resources to a group. A request without an answer counts as a refusal."""
 
     node: str
     """Empty for a cluster engine."""
@@ -203,8 +203,8 @@ class HiddenFailure(Struct, frozen=True, kw_only=True):
 
     detail: str
     """One line: the exception, or torchrun's report of the rank's end."""
-    have_met: bool
-    """Whether they may have met the other ranks before. If so, the other ranks do not necessarily wait for them."""
+    may_have_joined: bool = field(name="have_met")
+    """Whether the failed ranks may have passed the rendezvous. If so, other ranks do not necessarily wait for them."""
 
 
 class TaskRecord(Struct, frozen=True, kw_only=True):
@@ -266,7 +266,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """OSMO's word for state and reason."""
+        """OSMO's status for this state and reason."""
         return status_of(self.state, self.reason)
 
 
@@ -277,9 +277,9 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     number: int
     """The index of the task's ``checkpoint`` entry, counted from 0."""
     attempt: int = 0
-    """The attempt from which it was last taken, or from which that failed. The archive may be of an earlier attempt."""
+    """The attempt of the last try to take it, even if that failed. The archive may be of an earlier attempt."""
     at: float = 0.0
-    """When it was last taken or written, or when that failed."""
+    """When it was last taken or written, even if that failed."""
     digest: str = ""
     """SHA-256 of the last complete archive in the blob store; empty if there was none yet."""
     size: int = 0
@@ -336,13 +336,13 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     stop_reason: Reason | None = None
     """Why it is or was stopped; ``None`` if it was not stopped, or was stopped because the lead completed."""
     withdrawing: bool = False
-    """Whether it is INITIALIZING but on its way back to the queue, while its leases are given back."""
+    """Whether it lost a lease before its start: it is INITIALIZING until the others are released, and then queued again."""
     not_before: float = 0.0
     """It does not try to lease nodes before this time."""
     transfer_results: tuple[TransferRecord, ...] = field(default=(), name="carried")
     """Its finished transfers of data at URLs, including failed ones."""
-    resting_until: float = 0.0
-    """For a rescheduled group: it does not enter its pool's queue before this time."""
+    backoff_until: float = field(default=0.0, name="resting_until")
+    """The end of a rescheduled group's backoff: it does not enter its pool's queue before this time."""
     refusals: tuple[Refusal, ...] = ()
     """The nodes that refused a lease or did not answer."""
     waits_for: str = ""
@@ -362,7 +362,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """OSMO's word for state and reason."""
+        """OSMO's status for this state and reason."""
         return status_of(self.state, self.reason)
 
     @property
@@ -458,7 +458,7 @@ class WorkflowRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """OSMO's word for state and reason."""
+        """OSMO's status for this state and reason."""
         return workflow_status_of(self.state, self.reason)
 
     @property

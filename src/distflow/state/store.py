@@ -118,7 +118,7 @@ class Store:
     3. ``save`` writes records and their events together.
     4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. Methods that read documents
        of a workflow by its uuid need a uuid that is in the store, and ``document`` needs one of its kinds.
-    5. If the file cannot be written, all methods that read work, and all that write raise ``StateError``.
+    5. If the file cannot be written, reading still works, and every method that writes raises ``StateError``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -302,10 +302,10 @@ class Store:
                 self._check_format()
         return self._version != before
 
-    def has_unfinished(self, but: Container[str] = ()) -> bool:
-        """Return whether workflows other than these (uuids) need the supervisor for more than the end of orphan attempts."""
+    def has_unfinished(self, excluded: Container[str] = ()) -> bool:
+        """Return whether a workflow not in ``excluded`` (uuids) needs the supervisor for more than stopping orphan attempts."""
         with self._errors():
-            return any(row[0] not in but for row in self._db.execute("SELECT uuid FROM workflows WHERE unfinished = 1"))
+            return any(row[0] not in excluded for row in self._db.execute("SELECT uuid FROM workflows WHERE unfinished = 1"))
 
     def list(self, search: Search = _ALL, *, count: int = 20, offset: int = 0) -> tuple[WorkflowRecord, ...]:
         """Return at most ``count`` workflows that match, after the first ``offset``, newest first, without their groups."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.documents.quantities import bytes_text
-from distflow.layout.ranks import rank_words
+from distflow.layout.ranks import rank_label
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
@@ -269,7 +269,7 @@ class MissingRanks:
         """The problem as a message."""
         waiting = [task.name for task in self.waiting]
         who = f"{waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} tasks wait"
-        return f"{self.task.name} {_hidden_text(self.failure)}; {who} for {rank_words(self.task.ranks)}"
+        return f"{self.task.name} {_hidden_text(self.failure)}; {who} for {rank_label(self.task.ranks)}"
 
 
 def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskRecord], Sequence[str]]) -> GroupRecord:
@@ -301,7 +301,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
     task = _first_hidden(group)
     if task is None or task.hidden_failure is None:
         return cause
-    is_later = cause is not None and (task.hidden_failure.have_met or cause.at < (task.ended_at or 0.0))
+    is_later = cause is not None and (task.hidden_failure.may_have_joined or cause.at < (task.ended_at or 0.0))
     if is_later:
         return cause
     printed = lines(task)
@@ -334,8 +334,8 @@ def _hidden_failure(task: TaskRecord, lines: Sequence[str]) -> HiddenFailure | N
     ran_s = (task.ended_at or 0.0) - (task.started_at or 0.0)
     # torch labels tracebacks with the rank only after init_process_group, so a traceback from that call has no label.
     is_joining = "init_process_group" in report.traceback or "rendezvous" in report.traceback
-    have_met = report.has_joined or not (is_joining or ran_s < _MEET_S)
-    return HiddenFailure(detail=report.detail, have_met=have_met)
+    may_have_joined = report.has_joined or not (is_joining or ran_s < _MEET_S)
+    return HiddenFailure(detail=report.detail, may_have_joined=may_have_joined)
 
 
 def _hidden_text(failure: HiddenFailure) -> str:

@@ -1,4 +1,4 @@
-"""The policy of one group: its steps from WAITING to its end. Pure.
+"""The policy of one group: its steps from WAITING to its end. It does no I/O: all effects are commands and events.
 
 The methods are in the order of a group's states. Each step repeats all commands that are not in flight and whose answer has not
 been applied.
@@ -111,7 +111,7 @@ class GroupStep:
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
 
-    # WAITING: until every group upstream has completed, and inputs are on this machine, or were checked if nodes fetch them.
+    # WAITING: until every group upstream has completed, and each input is on this machine or, if nodes fetch it, was checked.
 
     def _waiting(self) -> None:
         states = {group.name: group.state for group in self.record.groups}
@@ -182,7 +182,7 @@ class GroupStep:
             self._withdraw()
             return
         if given_back:
-            self._stop(Reason.START_TIMEOUT, f"{given_back[0].name} lost its lease while others were starting")
+            self._stop(Reason.START_TIMEOUT, f"{given_back[0].name} lost its lease after other tasks had started")
             return
         if len(started) == len(group.tasks):
             self._enter(State.RUNNING, running_at=min(task.started_at or self.now for task in started))
@@ -283,7 +283,7 @@ class GroupStep:
             return False
         self._show_message(found.message)
         wanted = self.plan.stop_on_missing_ranks
-        if wanted is False or (wanted is None and found.failure.have_met):
+        if wanted is False or (wanted is None and found.failure.may_have_joined):
             return False
         if self.group is not before:
             return False  # only the next snapshot has the times of the last activity of the waiting tasks
@@ -348,7 +348,7 @@ class GroupStep:
     def _end_lost_tasks(self) -> None:
         """End tasks with NODE_LOST if their node was unreachable for longer than the pool allows.
 
-        If an engine chooses the nodes, this time restarts after each outage of the engine.
+        If a cluster engine (Slurm, Kubernetes or Ray) chooses the nodes, this time restarts after each outage of the engine.
         """
         if self.pool is None:
             return
@@ -357,7 +357,7 @@ class GroupStep:
             if task.state.is_final or view is None or view.up:
                 continue
             lost_after_s = self.pool.node_lost_after_s
-            # A canceled workflow ends although its engine does not answer.
+            # A canceled workflow ends even if its engine does not answer.
             deadline = view.lost_at(lost_after_s, self.now) if self.record.cancel is None else view.since + lost_after_s
             if self.now < deadline:
                 self.decision.wake(deadline)
@@ -394,7 +394,7 @@ class GroupStep:
     def _finish(self) -> None:
         ended = max((task.ended_at or self.now for task in self.group.tasks), default=self.now)
         unread = [task for task in self.group.tasks if not task.log_complete]
-        # A node that is found again may report an end that is hours old. Its output follows.
+        # A node that becomes reachable again may report an end that is hours old. The rest of its output arrives later.
         patient_until = max([ended, *(view.since for task in unread if (view := self._node(task)) is not None)]) + LOG_DRAIN_S
         if unread and self.now < patient_until:
             self.decision.wake(patient_until)
@@ -569,7 +569,7 @@ def _canceled(request: CancelRequest) -> str:
 def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
     """Return whether the spec requires another attempt after this failure, regardless of the number of attempts."""
     actions, task = plan.launch(cause.task).exit_actions, group.task(cause.task)
-    # If only the cause has the reason DATA, an output failed (code 2012), even if the task never started.
+    # If the cause has the reason DATA and its task has not, an output failed: its code is 2012, even if the task never started.
     has_run = task.started_at is not None or task.reason is not Reason.DATA
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 
@@ -593,5 +593,5 @@ def next_attempt(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) 
         tasks=fresh_tasks(plan, attempt, State.SCHEDULING),
         # The backoff does not count as waiting for nodes.
         scheduling_at=now + wait_s,
-        resting_until=now + wait_s,
+        backoff_until=now + wait_s,
     )

@@ -1,10 +1,11 @@
-"""Choose the waiting gangs that may lease nodes now, and compute which resources are free. Pure.
+"""Choose the waiting gangs that may lease nodes now, and compute which resources are free. Without I/O.
 
 Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang does not
 overtake one that waits for nodes, so that small gangs do not starve a large one. A gang that has nodes keeps them. Only one
 gang per pool asks the nodes at a time, so two gangs never hold half of what both need.
 
-Where a cluster engine chooses the nodes, every gang asks it at once, because the engine has a queue of its own.
+If a cluster engine chooses the nodes, each gang requests them without waiting for other gangs, because the engine has its own
+queue.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Leases:
     wake_at: float | None = None
 
     def wake(self, at: Sequence[float]) -> None:
-        """Decide again at the earliest of these times."""
+        """Move ``wake_at``, the time of the next decision, to the earliest of these times, unless it is earlier."""
         self.wake_at = min([*at, *([] if self.wake_at is None else [self.wake_at])], default=None)
 
 
@@ -68,9 +69,9 @@ def next_leases(snapshot: Snapshot, usages: Iterable[PoolUsage], now: float) -> 
     for pool_key, pool in snapshot.pools.items():
         of_pool = by_pool.get(pool_key, [])
         waiting = [(usage.workflow, group) for usage in of_pool for group in usage.waiting]
-        resting = [group.resting_until for _, group in waiting if now < group.resting_until]
-        leases.wake(resting)
-        waiting = [one for one in waiting if now >= one[1].resting_until]
+        backoffs = [group.backoff_until for _, group in waiting if now < group.backoff_until]
+        leases.wake(backoffs)
+        waiting = [one for one in waiting if now >= one[1].backoff_until]
         if pool.is_allocated:
             _lease_from_engine(snapshot, pool_key, pool, waiting, now, leases)
             continue
@@ -359,7 +360,7 @@ def _whole(view: NodeView, first: Mapping[str, str]) -> Free:
     return replace(
         whole, gpus=_zero(whole.gpus), cpus=_zero(whole.cpus), memory=_zero(whole.memory), all_gpus=_zero(whole.all_gpus),
         all_cpus=_zero(whole.all_cpus), all_memory=_zero(whole.all_memory),
-        note=f"the same machine as {owner}, or it shares its lease_dir",
+        note=f"on the same machine as {owner}, or with the same lease_dir",
     )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
             starter.report(b"ready")
         lock.release()
         # A command that added work after the last check found a running supervisor, so this process must do the work.
-        return not store.has_unfinished(but=skipped)
+        return not store.has_unfinished(excluded=skipped)
 
 
 def _await_room(directory: StateDirectory) -> bool:

@@ -206,7 +206,7 @@ def test_clock_that_was_set_while_no_supervisor_ran_does_not_lengthen_waits(driv
     at = driver.clock.now()
     resting = replace(
         one.record.groups[0], attempt=1, state=State.SCHEDULING, scheduling_at=at + 8.0 - jump_s,
-        resting_until=at + 8.0 - jump_s,
+        backoff_until=at + 8.0 - jump_s,
         tasks=tuple(replace(task, attempt=1, state=State.SCHEDULING) for task in one.record.groups[0].tasks),
     )  # fmt: skip
     driver.add(replace(one, record=replace(one.record, groups=(resting,))))

@@ -142,7 +142,7 @@ def test_a_retried_gang_waits_for_gpus_that_a_node_has_lost() -> None:
 def test_entries_that_are_one_machine_count_once() -> None:
     views = [_reported(number, configured=8, gpus=8, machine="one") for number in range(2)]
     (words,) = _asked(2, views).failures.values()
-    assert "n1: 0 of 0 GPUs free, 8 requested (the same machine as n0, or it shares its lease_dir)" in words
+    assert "n1: 0 of 0 GPUs free, 8 requested (on the same machine as n0, or with the same lease_dir)" in words
     # While a gang holds the GPUs, the next gang waits, and does not request them under the other name.
     (command,) = _asked(1, views).commands
     assert command.request is not None

@@ -27,7 +27,7 @@ from distflow.layout.checks.members import Member, and_list, change, place, rank
 from distflow.layout.checks.spans import spans_world
 from distflow.layout.checks.torchrun import is_shared, torchrun_world
 from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Invocation, Known, TaskClaims, read_claims
-from distflow.layout.ranks import World, rank_words
+from distflow.layout.ranks import World, rank_label
 from distflow.layout.strategy.model import group_strategy, unread_strategy
 from distflow.spec.model import GroupSpec, WorkflowSpec
 from distflow.structs import replace
@@ -279,7 +279,7 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
         message += ", which holds no ranks"
     elif held.size == first.size or held is world.tasks[1]:
         moved = replace(first, offset=held.offset + held.size - first.size)
-        hint += f", or give {lead} {rank_words(replace(held, offset=0).text)} and {first.task} {rank_words(moved.text)}"
+        hint += f", or give {lead} {rank_label(replace(held, offset=0).text)} and {first.task} {rank_label(moved.text)}"
     else:
         hint += f", or give {lead} rank 0 and {first.task} later ranks"
     return [Problem(where=claim.where if claim else master.where, message=message, hint=hint)]

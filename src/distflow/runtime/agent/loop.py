@@ -169,7 +169,9 @@ def _read_result(text: bytes) -> Json:
     try:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:
-        raise OpError("internal", "the process that did the work ended without a result; it may have been killed") from error
+        raise OpError(
+            "internal", "the agent's child process for this request ended without a result; it may have been killed"
+        ) from error
     if not result.get("ok"):
         raise OpError.from_json(result["error"])
     value = result["result"]

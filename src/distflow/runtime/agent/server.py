@@ -20,7 +20,7 @@ from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, attempts, blobs, log_files, records
 from distflow.runtime.guard import command
-from distflow.runtime.leases.lease_files import machine_of
+from distflow.runtime.leases.lease_files import lease_directory_id
 from distflow.runtime.probes import facts
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
 
@@ -199,7 +199,7 @@ class _Agent:
         def gather() -> Json:
             for attempt in absent:  # the supervisor relies on these attempts not running
                 orphans.settle(self._root, attempt)
-            return dict(facts.gather_facts(self._root), machine=machine_of(lease_dir))
+            return dict(facts.gather_facts(self._root), machine=lease_directory_id(lease_dir))
 
         self._loop.job(gather, on_facts, is_quick=facts.is_quick() and not absent)
 

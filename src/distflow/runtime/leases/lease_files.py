@@ -23,15 +23,15 @@ from distflow.runtime.wire import Json, OpError
 __all__ = [
     "Lock",
     "amount_of",
-    "folded",
     "foreign_owner",
     "holder_name",
     "in_use",
     "label_of",
+    "lease_directory_id",
     "lock",
-    "machine_of",
     "open_directory",
     "open_lock",
+    "ranges_text",
     "read_held",
     "read_holder",
     "write_holder",
@@ -45,7 +45,7 @@ _LOCK_RETRY_S = 0.001
 
 
 class Lock(NamedTuple):
-    """The descriptor of a locked file; -1 and the ``holder``, or -1 and an ``error``, if it could not be locked."""
+    """The descriptor of a locked file. If it could not be locked, ``fd`` is -1, and ``holder`` or ``error`` says why."""
 
     fd: int = -1
     holder: str = ""
@@ -237,10 +237,10 @@ def label_of(record: Json) -> str:
     return label if re.fullmatch(_LABEL, label) else ""
 
 
-def folded(numbers: Sequence[int]) -> str:
+def ranges_text(numbers: Sequence[int]) -> str:
     """Return numbers as ranges.
 
-    >>> folded([3, 0, 1, 2, 7])
+    >>> ranges_text([3, 0, 1, 2, 7])
     '0-3, 7'
     """
     ranges: List[Tuple[int, int]] = []
@@ -257,13 +257,13 @@ def in_use(holders: Sequence[Tuple[int, str]]) -> str:
     by_name: Dict[str, List[int]] = {}
     for gpu, name in holders:
         by_name.setdefault(name, []).append(gpu)
-    return ", ".join("GPU{} {} by {}".format("s" * (len(gpus) > 1), folded(gpus), name) for name, gpus in by_name.items())
+    return ", ".join("GPU{} {} by {}".format("s" * (len(gpus) > 1), ranges_text(gpus), name) for name, gpus in by_name.items())
 
 
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
 
 
-def machine_of(lease_dir: str) -> str:
+def lease_directory_id(lease_dir: str) -> str:
     """Return an id of the lease directory, which does not depend on its path; empty if the directory cannot be used.
 
     Two nodes of a pool with the same id are the same machine, or share the directory over the network.

@@ -27,7 +27,7 @@ from distflow.runtime.leases.lease_files import (
     open_lock,
     read_held,
 )
-from distflow.runtime.leases.tickets import Kept
+from distflow.runtime.leases.tickets import ReservedAmounts
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Held", "list_holders", "take", "write_ticket"]
@@ -74,7 +74,7 @@ def take(
     amounts = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
     uses_tickets = "attempt" in holder and any(amounts.values())
     try:
-        kept = tickets.kept_for_others(directory, holder["attempt"]) if uses_tickets else Kept({}, "")
+        kept = tickets.kept_for_others(directory, holder["attempt"]) if uses_tickets else ReservedAmounts({}, "")
         held.locks.extend(_take_shares(directory, wanted, holder, kept))
         _take_gpus(directory, gpus, gpu_ids, holder, held, users, kept)
         if port is not None:
@@ -108,7 +108,7 @@ def _take_gpus(
     holder: Json,
     held: Held,
     users: Sequence[GpuUser],
-    kept: Kept,
+    kept: ReservedAmounts,
 ) -> None:
     others: List[Tuple[int, str]] = []
     errors: List[str] = []
@@ -142,7 +142,7 @@ def _take_gpus(
             raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), reserved, _kept_for(kept, reserved)))
 
 
-def _kept_for(kept: Kept, amount: float) -> str:
+def _kept_for(kept: ReservedAmounts, amount: float) -> str:
     verb, whose = "is" if amount == 1 else "are", "whose gangs have" if ", " in kept.names else "whose gang has"
     return "{} kept for {}, {} waited longer".format(verb, kept.names, whose)
 
@@ -238,7 +238,7 @@ _LIST_PAUSE_S = 0.005
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
-def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> List[int]:
+def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: ReservedAmounts) -> List[int]:
     """Lease shares of CPUs and memory. Returns the descriptor of the locked file; an empty list if no share is requested.
 
     Raises ``busy`` if too little is free. The amounts in ``kept`` are left for other gangs.

@@ -23,7 +23,7 @@ from distflow.runtime.leases import lease_files
 from distflow.runtime.leases.lease_files import holder_name
 from distflow.runtime.wire import Json
 
-__all__ = ["NAME", "Kept", "kept_for_others", "remove_ticket", "write_ticket"]
+__all__ = ["NAME", "ReservedAmounts", "kept_for_others", "remove_ticket", "write_ticket"]
 
 NAME = r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json"
 _FRESH_S = 20.0
@@ -37,7 +37,7 @@ _waiting: Dict[str, Tuple[float, float]] = {}
 """Tasks that wait for a lease → the time of the first and of the last ticket that this agent wrote for them."""
 
 
-class Kept(NamedTuple):
+class ReservedAmounts(NamedTuple):
     """Amounts that are kept for gangs that have waited longer."""
 
     amounts: Dict[str, int]
@@ -46,12 +46,12 @@ class Kept(NamedTuple):
     """Names of those gangs, for messages."""
 
 
-def kept_for_others(directory: int, attempt: str) -> Kept:
+def kept_for_others(directory: int, attempt: str) -> ReservedAmounts:
     """Return the amounts that a lease for ``attempt`` must leave for gangs that have waited longer, according to tickets."""
     at = now()
     since = _waiting[_task(attempt)][0] if _task(attempt) in _waiting else at
     oldest: Dict[int, Tuple[float, str]] = {}
-    gangs: Dict[Tuple[int, str], Kept] = {}
+    gangs: Dict[Tuple[int, str], ReservedAmounts] = {}
     for name in os.listdir(directory)[:_MOST] if at - since < _RESPECT_S else ():
         match = re.fullmatch(NAME, name)
         ticket = _read(directory, name, int(match.group(1)), at) if match else None
@@ -59,11 +59,13 @@ def kept_for_others(directory: int, attempt: str) -> Kept:
             continue
         owner, gang = ticket["owner"], ticket["gang"]
         oldest[owner] = min(oldest.get(owner, (ticket["since"], gang)), (ticket["since"], gang))
-        before = gangs.get((owner, gang), Kept(dict.fromkeys(_AMOUNTS, 0), ""))
+        before = gangs.get((owner, gang), ReservedAmounts(dict.fromkeys(_AMOUNTS, 0), ""))
         amounts = {one: before.amounts[one] + ticket[one] for one in _AMOUNTS}
-        gangs[owner, gang] = Kept(amounts, holder_name(ticket, None))
+        gangs[owner, gang] = ReservedAmounts(amounts, holder_name(ticket, None))
     ahead = [gangs[owner, gang] for owner, (_, gang) in oldest.items()]
-    return Kept({one: sum(kept.amounts[one] for kept in ahead) for one in _AMOUNTS}, ", ".join(kept.names for kept in ahead))
+    return ReservedAmounts(
+        {one: sum(kept.amounts[one] for kept in ahead) for one in _AMOUNTS}, ", ".join(kept.names for kept in ahead)
+    )
 
 
 def write_ticket(directory: int, holder: Json, amounts: Dict[str, int]) -> None:

@@ -24,7 +24,7 @@ __all__ = ["SshChannel", "SshDestination", "SshStream", "SshTransport", "remote_
 class SshTransport:
     """Runs commands over one SSH connection (contract: ``transports.base.Transport``).
 
-    1. The first call connects. After a broken connection, the next one connects again.
+    1. The first call connects. After the connection breaks, the next call connects again.
     2. Threads that need the connection at the same time share one connection attempt and its outcome.
     3. ``HostKeyUnknown``, ``HostKeyMismatch`` and ``AuthenticationRefused`` need an action of a person; other errors may be
        temporary.
@@ -87,7 +87,8 @@ _LATE_S = 2.0
 Also the extra time for the start of a command, and the shortest time limit for its exit status after the end of its output.
 """
 _STOPPED_S = 3 * _LATE_S
-# All other characters are literal between double quotes in sh, and between single quotes in bash, zsh, fish and csh.
+# Matches all characters except those that are literal between double quotes in sh, and between single quotes in bash, zsh, fish
+# and csh.
 _SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
 
 

@@ -202,7 +202,8 @@ class _Check:
             pod = self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, [*python_argv(python), "-c", _PROBE]))
             finding = self._outcome(python, str(pod["metadata"]["name"]))
         except ApiError as refused:
-            finding = error("pod", self._at, f"Kubernetes refuses a pod: {refused.message}", "change `kubernetes` of the pool")
+            message = f"Kubernetes refused a request of the pod check: {refused.message}"
+            finding = error("pod", self._at, message, "change the `kubernetes` settings of the pool")
         finally:
             remaining = self._delete(name)
         yield finding

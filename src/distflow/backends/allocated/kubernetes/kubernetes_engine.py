@@ -55,7 +55,7 @@ _BY_SEVERITY = (
     Reason.NODE_LOST, Reason.OOM_KILLED, Reason.EVICTED, Reason.PREEMPTED, Reason.IMAGE_PULL, Reason.EXEC_TIMEOUT,
     Reason.CANCELED,
 )  # fmt: skip
-"""Reasons of failed pods. The first one that occurs explains the end of the gang; other reasons come after these."""
+"""Reasons of failed pods, the most severe one first, which explains the end of the gang. Other reasons come after these."""
 
 
 class KubernetesEngine:
@@ -78,8 +78,8 @@ class KubernetesEngine:
     ) -> None:
         """Use the cluster of the pool, without connecting.
 
-        ``command(python, allocation, host, idle_release_s)`` returns the command of a container, which is the resident program
-        (``allocated.engine``).
+        ``command(python, allocation, index, idle_release_s)`` returns the command of a container, which is the resident program
+        (``allocated.engine``). ``index`` is the pod's index as text: its host is not known yet.
         ``relay(carrier, allocation, host, python)`` returns a transport to that program. ``carrier`` is a transport into the
         container.
         """

@@ -51,7 +51,7 @@ class RayEngine:
         """The endpoint of each node, by allocation and host."""
         self._over: dict[str, Over] = {}
         """Ended allocation → its first reported end, because Ray may report another reason after the release."""
-        self._remains: set[str] = set()
+        self._unreleased: set[str] = set()
         """Ended allocations that have not been released yet."""
         self._notices: dict[str, str] = {}
 
@@ -77,20 +77,20 @@ class RayEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with at most one query. Remains of ended allocations are removed."""
+        """Return the state of each allocation, with at most one query. Ended allocations are released."""
         with self._state:
             found: dict[str, AllocationState] = {one: self._over[one] for one in ids if one in self._over}
         queried = [one for one in ids if one not in found]
         if queried:
             found |= self._query(queried, ids)
         with self._state:
-            remains = list(self._remains)
-        if remains:
-            self.release(remains)
+            ended = list(self._unreleased)
+        if ended:
+            self.release(ended)
         return found
 
     def _query(self, queried: Sequence[str], tasks: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the current states of allocations. ``tasks`` of each: see ``states``."""
+        """Return the current states of allocations. ``tasks`` is the ``ids`` of ``Engine.states``."""
         found: dict[str, AllocationState] = {}
         answer = self._program.ask("states", ids=queried)
         try:
@@ -102,7 +102,7 @@ class RayEngine:
                         self._endpoints |= {(one, host): endpoint for host, endpoint in endpoints.items()}
                     elif isinstance(state, Over):
                         self._over[one] = state
-                        self._remains.add(one)
+                        self._unreleased.add(one)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise unreadable_answer(self._login.name, error) from error
         return found
@@ -120,7 +120,7 @@ class RayEngine:
         """Remove placement groups and their actors, and with them all of their processes."""
         self._program.ask("release", ids=list(ids))
         with self._state:
-            self._remains.difference_update(ids)
+            self._unreleased.difference_update(ids)
             self._endpoints = {key: endpoint for key, endpoint in self._endpoints.items() if key[0] not in ids}
             for one in ids:
                 self._notices.pop(one, None)

@@ -218,7 +218,7 @@ class Connection:
     ) -> Fetched:  # fmt: skip
         """Copy the output of an attempt, or its directory ``place``, to the blob store ``blobs``.
 
-        Calls run one at a time. Raises the errors of ``fetch_output``.
+        ``progress`` and ``stays`` are those of ``fetch_output``. Calls run one at a time. Raises its errors.
         """
         with self._fetching:
             return fetch_output(
@@ -523,5 +523,5 @@ class Connection:
 
 
 def _error_text(error: DistflowError) -> str:
-    """Return the error and its remedy on one line, without the node's name."""
+    """Return the error, and its remedy in parentheses, without the node's name. A remedy may have several lines."""
     return f"{error.detail} ({error.hint})" if error.hint else error.detail
