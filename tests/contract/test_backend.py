@@ -685,7 +685,7 @@ def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any
         def send(self, _op: str, answered: Callable[[object], None], **_: object) -> None:
             answered(answer)
 
-        def give_back(self, key: AttemptKey, waits: object) -> None:
+        def release_lease(self, key: AttemptKey, waits: object) -> None:
             assert waits is None
             self.given_back.append(key)
 

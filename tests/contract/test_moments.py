@@ -211,7 +211,7 @@ def test_a_lease_canceled_while_its_node_says_hello_is_returned(tmp_path: Path, 
 
         def take(answer: Any) -> None:
             if op == "hello":
-                connection.give_back(key)
+                connection.release_lease(key)
             then(answer)
 
         return request(link, op, then=take, **fields)

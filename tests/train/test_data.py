@@ -28,7 +28,7 @@ from distflow.train import (
     finish,
     join,
 )
-from distflow.train.strategies.description import choose, current_strategy, data_shard, make_strategy
+from distflow.train.strategies.description import current_strategy, data_shard, make_strategy, set_current_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -107,7 +107,7 @@ def test_batches_are_those_of_the_strategy(
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-        choose(make_strategy(kind, 4, options), rank=0)
+        set_current_strategy(make_strategy(kind, 4, options), rank=0)
         found = batch_sizes()
         assert (found.per_rank, found.total) == sizes
         assert batch_sizes(global_batch_size=32).per_rank == 32 // found.shares, "what is given goes first"
@@ -121,7 +121,7 @@ def test_batches_are_those_of_the_strategy(
 
 
 def test_who_leaves_the_world_leaves_its_strategy() -> None:
-    choose(make_strategy("hybrid", 4, {"tp_size": 2, "gradient_accumulation_steps": 3}), rank=2)
+    set_current_strategy(make_strategy("hybrid", 4, {"tp_size": 2, "gradient_accumulation_steps": 3}), rank=2)
     assert (data_shard(), current_strategy().passes) == ((1, 2), 3)
     finish()
     assert (data_shard({}), current_strategy().kind) == ((0, 1), "none")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train import finish
 from distflow.train.parallel import ParallelPlan, parallelize
-from distflow.train.strategies.description import choose, data_shard, forget, make_strategy
+from distflow.train.strategies.description import data_shard, forget, make_strategy, set_current_strategy
 from distflow.train.strategies.sequences import part_of_sequences
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -53,7 +53,7 @@ def test_averages_that_the_program_makes_are_not_missed() -> None:
 
 
 def test_a_plan_does_not_take_the_batch_size_of_another_one() -> None:
-    choose(make_strategy("ddp", 1, {"global_batch_size": 8}), rank=0)
+    set_current_strategy(make_strategy("ddp", 1, {"global_batch_size": 8}), rank=0)
     with pytest.raises(ValueError, match="the strategy of the plan sets no batch size"):
         ParallelPlan(nn.Linear(2, 1), make_strategy("ddp", 1)).batch_sizes()
 
@@ -72,10 +72,10 @@ def test_tensors_without_a_second_dimension_have_no_sequences() -> None:
 
 def test_a_teacher_that_was_made_first_changes_nothing() -> None:
     forget()
-    choose(make_strategy("none", 1), rank=0)
+    set_current_strategy(make_strategy("none", 1), rank=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choose(make_strategy("ddp", 2), rank=1)
+        set_current_strategy(make_strategy("ddp", 2), rank=1)
     assert data_shard() == (1, 2)
 
 

@@ -18,7 +18,7 @@ from distflow.train.communication.gradients import accumulate, begin_step, local
 from distflow.train.loading.batching import Arguments, Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
 from distflow.train.strategies.build import make_sequence_mesh, prepare
-from distflow.train.strategies.description import Strategy, choose, given_strategy, place
+from distflow.train.strategies.description import Strategy, given_strategy, place, set_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
 
@@ -51,7 +51,7 @@ def parallelize(
         ready = prepare(model, placed, loss, example, weight_names(weights, model))
         load_weights(ready, weights)
     plan = ParallelPlan(ready, placed, make_sequence_mesh(placed))
-    choose(placed, plan.rank)
+    set_current_strategy(placed, plan.rank)
     return plan
 
 
@@ -137,7 +137,7 @@ class ParallelPlan:
         begin_step(self.model)
         losses = []
         for some, wanted in zip(cut("inputs", inputs, count, samples), cut("targets", targets, count, samples), strict=True):
-            with accumulate(self.model, count, apart=self._apart), self._divided(some, wanted) as (arguments, part):
+            with accumulate(self.model, count, sync_every=self._sync_every), self._divided(some, wanted) as (arguments, part):
                 share = loss(self._called(arguments), part) * (sample_count(some) / samples)
                 share.backward()
             losses.append(share.detach())
@@ -207,7 +207,7 @@ class ParallelPlan:
 
         Raises ``ValueError`` for ``every`` below 1.
         """
-        return accumulate(self.model, self.strategy.passes if every is None else every, apart=self._apart)
+        return accumulate(self.model, self.strategy.passes if every is None else every, sync_every=self._sync_every)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients to a norm of at most ``max_norm`` over the whole model, and return the norm before.
@@ -228,7 +228,7 @@ class ParallelPlan:
         returned. After ``warmup_steps`` ordinary steps, gradients are no longer sent. Steps of the result are collective.
         Raises ``TypeError`` for a model not in DDP, ``RuntimeError`` with ``compression``, ``ValueError`` for ``every`` < 1.
         """
-        return local_sgd(self.model, optimizer, every=self._apart if every is None else every, warmup_steps=warmup_steps)
+        return local_sgd(self.model, optimizer, every=self._sync_every if every is None else every, warmup_steps=warmup_steps)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class ParallelPlan:
         save_weights(self.model, directory, max_file_size=max_file_size)
 
     @property
-    def _apart(self) -> int:
+    def _sync_every(self) -> int:
         return int(self.strategy.options.get("sync_gradients_every", 1))
 
 

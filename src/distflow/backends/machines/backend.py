@@ -362,7 +362,7 @@ class MachinesBackend:
                 raise _Relay(download.number, "its credentials are no longer available")
             request = InputRequest(url=download.url, regex=download.regex, dataset=download.dataset)
             try:
-                connection.bring(key, request, download.path, identity, progress)
+                connection.fetch_input(key, request, download.path, identity, progress)
             except RelayRequired as why:
                 raise _Relay(download.number, str(why)) from None
 

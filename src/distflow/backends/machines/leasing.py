@@ -85,7 +85,7 @@ class GangLease:
             if not isinstance(refusal, AgentError) or refusal.kind in ("internal", "malformed"):
                 # The node granted the lease, or may have granted it although it gave no valid answer or had an internal error.
                 key = self._request.key(task)
-                self._connections[key.node].give_back(key, waits=self._waits(task) if keeps_position else None)
+                self._connections[key.node].release_lease(key, waits=self._waits(task) if keeps_position else None)
         self._sink(
             LeaseRefused(
                 at=now(),

@@ -73,17 +73,18 @@ def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.
 
 
 @contextmanager
-def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool]:
+def accumulate(model: nn.Module, steps: int, *, sync_every: int = 1) -> Iterator[bool]:
     """Implement ``ParallelPlan.accumulate``.
 
-    ``apart`` is the strategy's ``sync_gradients_every``. If it is above 1, warns once for a model in DDP without ``local_sgd``.
+    ``sync_every`` is the strategy's ``sync_gradients_every``. If it is above 1, warns once for a model in DDP without
+    ``local_sgd``.
     """
     if steps < 1:
         raise ValueError(f"every={steps}: give 1 or more")
-    if apart > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
+    if sync_every > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
         _averaged.add(model)
         warnings.warn(
-            f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: write "
+            f"the strategy says sync_gradients_every: {sync_every}, but gradients are averaged in every step: write "
             "`optimizer = plan.local_sgd(optimizer)` before the first step",
             stacklevel=4,
         )

@@ -20,13 +20,13 @@ from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, Invali
 
 __all__ = [
     "Strategy",
-    "choose",
     "current_strategy",
     "data_shard",
     "forget",
     "given_strategy",
     "make_strategy",
     "place",
+    "set_current_strategy",
     "warn_of_conflict",
 ]
 
@@ -107,7 +107,7 @@ _conflict = ""
 """The warning for such calls if this process has plans with different shares of the data; else empty."""
 
 
-def choose(strategy: Strategy, rank: int) -> None:
+def set_current_strategy(strategy: Strategy, rank: int) -> None:
     """Let calls without a plan use this strategy. A strategy of kind ``none`` (a frozen model) does not replace another."""
     global _last, _conflict  # noqa: PLW0603 (a process is in one world)
     before = given_strategy()
@@ -122,7 +122,7 @@ def choose(strategy: Strategy, rank: int) -> None:
 
 
 def forget() -> None:
-    """Undo ``choose``, so that ``DISTFLOW_STRATEGY`` is used again."""
+    """Undo ``set_current_strategy``, so that ``DISTFLOW_STRATEGY`` is used again."""
     global _last, _conflict
     _last, _conflict = None, ""
 

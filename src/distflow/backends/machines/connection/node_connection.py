@@ -61,9 +61,9 @@ from distflow.storage.credentials import Identity
 from distflow.storage.task_data import Delivered, Delivery, InputRequest
 from distflow.transports.base import Transport
 
-__all__ = ["Answered", "Connection", "now"]
+__all__ = ["Connection", "OnAnswer", "now"]
 
-Answered = Callable[[Mapping[str, Any] | DistflowError], None]
+OnAnswer = Callable[[Mapping[str, Any] | DistflowError], None]
 
 _LOG_KINDS = ("idx", "log", "samples")
 """Kinds of mirrored files. The index comes first, because it assigns the text to ranks."""
@@ -134,7 +134,7 @@ class Connection:
             self._watched.pop(key.name, None)
             self._tailed.discard(key.name)
 
-    def give_back(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
+    def release_lease(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
         """Release the lease of an attempt that will not start. If the node does not answer, release it after a reconnection.
 
         The lease is kept if the attempt is watched by then, because it was requested again. ``waits``: the resources on this
@@ -160,7 +160,7 @@ class Connection:
         for key in unwanted:
             self._give_back(link, key)
 
-    def send(self, op: Operation, answered: Answered, **fields: Any) -> None:
+    def send(self, op: Operation, answered: OnAnswer, **fields: Any) -> None:
         """Send a request to the agent.
 
         ``answered`` is called once, from another thread, or at once if there is no connection.
@@ -240,7 +240,7 @@ class Connection:
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
-    def bring(self, key: AttemptKey, request: InputRequest, place: str, identity: Identity, progress: Progress) -> None:
+    def fetch_input(self, key: AttemptKey, request: InputRequest, place: str, identity: Identity, progress: Progress) -> None:
         """Let the node fetch an input into a directory of the attempt. Raises the errors of ``fetch_on_node``."""
         fetch_on_node(
             self._transport, self.node.root, self.node.python, key.name, request, place, identity,
