@@ -228,11 +228,11 @@ def ray(ray_cluster: RayCluster) -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def forking_site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def forking_site(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory for the ``PYTHONPATH`` of tasks. Their launchers and ranks are then forked from a process with torch."""
-    from preloaded import write_forking_site
+    from preloaded import find_forking_site
 
-    return write_forking_site(tmp_path, tmp_path_factory.getbasetemp())
+    return find_forking_site(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Kind = Literal["torch", "distflow"]
 
 __all__ = [
-    "TRANSFORMERS", "Preloaded", "connect", "delegate", "namespaces", "request_start", "start_preloaded", "write_distflow",
-    "write_forking_site",
+    "TRANSFORMERS", "Preloaded", "connect", "delegate", "find_forking_site", "request_start", "start_preloaded",
+    "write_distflow",
 ]  # fmt: skip
 
 TRANSFORMERS = "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama"
@@ -105,7 +105,10 @@ def _connect_to_server(base: Path, kind: Kind) -> tuple[socket.socket, str]:
     top, owner = base, os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
         top, owner = top.parent, os.getppid()
-    address = f"\0preloaded-{kind}-{owner}-{top}"[:100]
+    # Containers can mount the directory of this path. Addresses without a path belong to a network namespace.
+    site = top / "forking-site"
+    site.mkdir(exist_ok=True)
+    address = str(site / f"{kind}.socket")
     with (top / f"preloaded-{kind}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return connect(address) or _start_server(address, owner, top, kind), address
@@ -144,6 +147,9 @@ def _start_server(address: str, owner: int, top: Path, kind: Kind) -> socket.soc
     environment = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
     environment["PYTHONPATH"] = str(Path(distflow.__file__).parents[1])
     environment["HOME"] = str(top)  # with the home of the first test, that test would report this process as its own
+    if kind == "torch":
+        Path(address).with_name("sitecustomize.py").write_text(_SITE.format(folder=str(program.parent), address=address))
+    Path(address).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, (top / f"preloaded-{kind}.log").open("ab") as log:
         server.bind(address)
         server.listen(64)
@@ -164,20 +170,15 @@ def _start_server(address: str, owner: int, top: Path, kind: Kind) -> socket.soc
     return connection
 
 
-def write_forking_site(folder: Path, base: Path) -> str:
+def find_forking_site(base: Path) -> str:
     """Return a directory for ``PYTHONPATH``: forks of the server process then run scripts, launchers and their ranks.
 
-    A launcher in other namespaces, such as those of a container, imports torch once instead, and forks its ranks.
+    Each fork runs in the namespaces and cgroups of the interpreter that delegates its work. If a container does not mount this
+    directory and the one of this file, its interpreters do their work themselves.
     """
-    from pathlib import Path
-
     connection, address = _connect_to_server(base, "torch")
     connection.close()
-    place = folder / "forking-site"
-    place.mkdir()
-    text = _SITE.format(folder=str(Path(__file__).parent), address=address, namespaces=namespaces())
-    (place / "sitecustomize.py").write_text(text)
-    return str(place)
+    return os.path.dirname(address)
 
 
 _SITE = """
@@ -187,18 +188,8 @@ is_launcher = command[:2] in (["-m", "distflow.train.launch"], ["-m", "torch.dis
 if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun", "/accelerate")):
     sys.path.insert(0, {folder!r})
     import preloaded
-    if preloaded.namespaces() == {namespaces!r}:
-        preloaded.delegate({address!r}, sys.orig_argv[1:])
-    elif is_launcher or command[0].endswith("train_dist.py"):
-        import preloading_server
-        preloading_server.fork_interpreters(preloading_server.BASIC)
-    sys.path.remove({folder!r})
+    preloaded.delegate({address!r}, sys.orig_argv[1:])
 """
-
-
-def namespaces() -> list[str]:
-    """Return the namespaces of this process in which a process that it starts must run, too."""
-    return [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
 
 
 def write_distflow(folder: Path, base: Path) -> str:

@@ -68,11 +68,15 @@ def _serve(server: socket.socket, owner: int) -> None:
                     connection.close()
                     continue
                 arguments, folder, environment, kept = json.loads(request)
-                pid = _start(arguments, folder, environment, handles, kept or [])
+                client = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+                pid = _start(arguments, folder, environment, handles, kept or [], client)
+                if pid is None:
+                    connection.close()
+                    continue
                 running[pid] = connection
                 if kept is None:
                     selector.register(connection, selectors.EVENT_READ, pid)
-                _send(connection, pid)
+                _send(connection, _pid_inside(pid))
             elif key.fileobj is reader:
                 reader.recv(4096)
             else:
@@ -89,18 +93,69 @@ def _serve(server: socket.socket, owner: int) -> None:
                     _send(connection, os.waitstatus_to_exitcode(status))
 
 
-def _start(arguments: list[str], folder: str, environment: dict[str, str], handles: list[int], kept: list[int]) -> int:
-    """Fork a process in a new session, with the standard streams and the other files ``handles``. Return its pid."""
+def _start(
+    arguments: list[str], folder: str, environment: dict[str, str], handles: list[int], kept: list[int], client: int
+) -> int | None:
+    """Fork a process in a new session, with the standard streams and the other files ``handles``. Return its pid.
+
+    If ``client`` runs in other namespaces, such as those of a container, so does the process. Return None if they have ended.
+    """
     modules = environment.get("PRELOAD", "").split()
     if not _LOADED.issuperset(modules):
         fork_interpreters(modules)
-    pid = os.fork()
+    pid, namespaces = None, _open_other_namespaces(client)
+    try:
+        if "pid" in namespaces:
+            _enter(namespaces["pid"])  # only processes that are forked from now on are in it
+        pid = os.fork()
+    except OSError as error:
+        print(f"cannot fork for process {client}, which may have ended: {error}", file=sys.stderr, flush=True)
     if pid == 0:
+        if namespaces:
+            _enter_cgroups(client)
+        for name in namespaces.keys() - {"pid"}:
+            _enter(namespaces[name])
         os.setsid()
         _become(arguments, folder, environment, handles[:3], dict(zip(handles[3:], kept, strict=True)))
-    for handle in handles:
+    if "pid" in namespaces:
+        with open("/proc/self/ns/pid") as own:
+            _enter(own.fileno())
+    for handle in (*handles, *namespaces.values()):
         os.close(handle)
     return pid
+
+
+def _open_other_namespaces(pid: int) -> dict[str, int]:
+    """Open the namespaces of a process that are not those of this process."""
+    found = {}
+    with suppress(OSError):  # it has ended
+        for name in ("cgroup", "ipc", "mnt", "net", "pid", "uts"):
+            path = f"/proc/{pid}/ns/{name}"
+            if os.readlink(path) != os.readlink(f"/proc/self/ns/{name}"):
+                found[name] = os.open(path, os.O_RDONLY)
+    return found
+
+
+def _enter(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0) != 0:  # `os.setns` needs Python 3.12
+        raise OSError(ctypes.get_errno(), "setns failed")
+
+
+def _enter_cgroups(pid: int) -> None:
+    """Enter the cgroups of a process, so that limits and measurements of its container include this process."""
+    own, others = (set(Path(f"/proc/{one}/cgroup").read_text().splitlines()) for one in ("self", pid))
+    for line in others - own:
+        _, controllers, path = line.split(":", 2)
+        for root in (controllers.removeprefix("name="), "unified"):  # "unified" has the cgroups of version 2 next to version 1
+            group = Path(f"/sys/fs/cgroup/{root}{path}/cgroup.procs")
+            if group.exists():
+                group.write_text("0")
+                break
+
+
+def _pid_inside(pid: int) -> int:
+    """Return the pid that a process has in its own pid namespace."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].partition("\n")[0].split()[-1])
 
 
 def _send(connection: socket.socket, number: int) -> None:
@@ -294,7 +349,7 @@ _address: str | None = None
 if __name__ == "__main__":
     kind, listener, owner_pid = sys.argv[1:4]
     listening = socket.socket(fileno=int(listener))
-    _address = None if kind == "torch" else listening.getsockname().decode()
+    _address = None if kind == "torch" else listening.getsockname()
     if kind == "torch":
         # Processes that wake up then do not interrupt a rank, which may hold a lock for which gloo waits in a busy loop.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

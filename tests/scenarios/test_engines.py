@@ -43,9 +43,10 @@ def _ray(_: Cli, request: pytest.FixtureRequest, environment: Mapping[str, str])
 
 
 def _kubernetes(_: Cli, request: pytest.FixtureRequest, environment: Mapping[str, str]) -> None:
-    """Pods do not see the processes that ``environment`` lets work for them: they import torch themselves."""
     pool: KubernetesPool = request.getfixturevalue("kubernetes_pool")
-    pool.configure(folders=(str(pool.cli.folder),))
+    # Pods must see the directories of the fixture `forking_site`.
+    folders = (str(pool.cli.folder), str(Path(__file__).parents[1]), *environment.values())
+    pool.configure(folders=folders, environment=dict(environment))
 
 
 WAITS = """
@@ -110,10 +111,7 @@ SAMPLES: Mapping[str, Sample] = {
     "pytorch_torchrun": Sample(2),
     "resume": Sample(2, ("epochs=1", "pause=0", "store=file://FOLDER/store")),
 }
-RUNS = [
-    *((backend, name) for backend in ("cluster", "ray") for name in SAMPLES),
-    *(pytest.param("pods", name, marks=pytest.mark.slow) for name in SAMPLES),  # ranks in pods import torch themselves
-]
+RUNS = [(backend, name) for backend in ("cluster", "ray", "pods") for name in SAMPLES]
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,9 @@ def _two(lab: Lab, spec: str = TWO) -> tuple[str, Callable[[], None]]:
 
 @pytest.mark.torch
 def test_gloo_trains_where_the_hosts_own_names_mean_127_0_1_1(
-    far_lab: Lab, hosts: dict[str, NetnsHost], repository: Path
+    far_lab: Lab, hosts: dict[str, NetnsHost], repository: Path, forking_site: str
 ) -> None:
+    far_lab.configure(environment={"PYTHONPATH": forking_site})
     workflow, let_go = _two(far_lab)
     far_lab.cli.await_running(workflow)
     let_go()
