@@ -212,11 +212,17 @@ def lone_kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[Kubernete
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[RayCluster]:
-    """The cluster of the fixture `ray`. It uses 1 GB, so `pytest_collection_modifyitems` assigns its tests to one worker."""
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """The cluster of the fixture `ray`. It uses 1 GB, so `pytest_collection_modifyitems` assigns its tests to one worker.
+
+    The programs that ``RayCluster.python`` runs are forked from a process that has imported Ray.
+    """
     if why := missing_ray():
         pytest.skip(why)
-    with RayCluster() as cluster:
+    from preloaded import write_program
+
+    python = write_program(tmp_path_factory.mktemp("ray"), tmp_path_factory.getbasetemp(), "ray")
+    with RayCluster(python=str(python)) as cluster:
         yield cluster
 
 
@@ -238,9 +244,9 @@ def forking_site(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def forking_programs(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory for ``PATH`` with a ``distflow`` that is forked from a process that has imported it."""
-    from preloaded import write_distflow
+    from preloaded import write_program
 
-    return write_distflow(tmp_path, tmp_path_factory.getbasetemp())
+    return str(write_program(tmp_path, tmp_path_factory.getbasetemp(), "distflow").parent)
 
 
 @pytest.fixture

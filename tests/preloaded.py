@@ -1,17 +1,18 @@
-"""Start Python processes that have already imported torch or distflow: forks of one process, not new interpreters.
+"""Start Python processes that have already imported torch, distflow or Ray: forks of one process, not new interpreters.
 
 Importing torch takes 2 to 5 s of processor time, which is most of the time of a small training. Importing distflow takes longer
 than most of its commands. Otherwise the forks are ordinary processes: each has its own pid, session, arguments, environment,
 working directory, output and exit code. If such a process starts Python itself (the ranks of a launcher, or the supervisor), it
-forks them, too. ``preloading_server.py`` is the program of the server processes, one for torch and one for distflow. The former
-does not import distflow, so each of its forks does. It imports further modules for the first process whose variable ``PRELOAD``
-names them, separated by spaces. Tests of the start or the end of an interpreter, of torchrun, of terminals, or of the variables
-that torch reads at import use ``sys.executable`` instead.
+forks them, too. ``preloading_server.py`` is the program of the server processes: one for torch, one for distflow, and one for
+Ray. The first does not import distflow, so each of its forks does. It imports further modules for the first process whose
+variable ``PRELOAD`` names them, separated by spaces. Tests of the start or the end of an interpreter, of torchrun, of
+terminals, or of the variables that torch reads at import use ``sys.executable`` instead.
 
 ``start_preloaded`` starts such a process from a test. With the fixture ``forking_site`` in the ``PYTHONPATH`` of a task, the
 interpreters of scripts and launchers delegate their work to such a process: they pass it their streams, wait, forward signals,
-and exit with its code. With ``write_distflow``, a shell does the same for ``distflow``. Both import this module, so it imports
-little.
+and exit with its code. With ``write_program``, a shell does the same for ``distflow``, and the tests of Ray do it for
+``ray start`` and for distflow's program on the cluster. All of them import this module, so it imports little. Ray's workers are
+not forked: when Ray's library is loaded, it reads the ids of the worker's job and raylet from the environment, and never again.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Literal, NoReturn
 
-    Kind = Literal["torch", "distflow"]
+    Kind = Literal["torch", "distflow", "ray"]
 
 __all__ = [
     "TRANSFORMERS", "Preloaded", "connect", "delegate", "find_forking_site", "request_start", "start_preloaded",
-    "write_distflow",
+    "write_program",
 ]  # fmt: skip
 
 TRANSFORMERS = "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama"
@@ -192,26 +193,37 @@ if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun", "/acc
 """
 
 
-def write_distflow(folder: Path, base: Path) -> str:
-    """Return a directory for ``PATH`` with the program ``distflow``, which a fork of the server process runs."""
+def write_program(folder: Path, base: Path, kind: Kind) -> Path:
+    """Return the program ``distflow``, or ``python`` for Ray, in its own directory. A fork of the server process runs it."""
     from pathlib import Path
 
-    connection, address = _connect_to_server(base, "distflow")
+    connection, address = _connect_to_server(base, kind)
     connection.close()
-    place = folder / "forking-bin"
-    place.mkdir()
-    program = place / "distflow"
-    program.write_text(_DISTFLOW.format(python=sys.executable, folder=str(Path(__file__).parent), address=address))
+    name, text = ("python", _PYTHON) if kind == "ray" else ("distflow", _DISTFLOW)
+    program = folder / "forking-bin" / name
+    program.parent.mkdir()
+    folder_text, address_text = json.dumps(str(Path(__file__).parent)), json.dumps(address)
+    program.write_text(text.format(python=sys.executable, folder=folder_text, address=address_text))
     program.chmod(0o755)
-    return str(place)
+    return program
 
 
 _DISTFLOW = """#!{python} -IS
 import sys
-sys.path.insert(0, {folder!r})
+sys.path.insert(0, {folder})
 import preloaded
-preloaded.delegate({address!r}, ["-m", "distflow", *sys.argv[1:]])
+preloaded.delegate({address}, ["-m", "distflow", *sys.argv[1:]])
 """
+_PYTHON = """#!/bin/sh
+[ "$1" = -c ] && set -- -ISc '
+import sys
+sys.path.insert(0, {folder})
+import preloaded
+preloaded.delegate({address}, sys.argv[1:])
+' "$@"
+exec {python} "$@"
+"""
+"""Fork for the program on the cluster. The clients of the actors (``-I -S -c``) do not import Ray, so they need no fork."""
 
 
 def delegate(address: str, arguments: Sequence[str]) -> NoReturn:

@@ -1,7 +1,7 @@
 """The server process of ``preloaded``, and the forks of it.
 
-Its arguments are ``torch`` or ``distflow``, the descriptor of a listening socket, the process with which the server ends, and a
-text that is only long.
+Its arguments are ``torch``, ``distflow`` or ``ray``, the descriptor of a listening socket, the process with which the server
+ends, and a text that is only long.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from typing import Any, NoReturn
 
 from preloaded import connect, request_start
 
-__all__ = ["BASIC", "fork_interpreters"]
-
-BASIC = (
+_BASIC = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 )  # fmt: skip
 """The modules that the ranks of most trainings import. DDP and the optimizers import ``torch._dynamo``."""
+_OF_RAY = (
+    "ray._common.pydantic_compat", "ray._common.usage.usage_lib", "ray._private.arrow_serialization",
+    "ray._private.runtime_env.uv_runtime_env_hook", "ray.scripts.scripts",
+)  # fmt: skip
+"""The modules that ``ray.init`` and ``ray start`` import. None of them starts a thread."""
 _FLAGS = {"-u", "-B", "-E", "-I", "-s"}
 _CAN_SHOW = "RESERVED" in os.environ
 
@@ -102,7 +105,7 @@ def _start(
     """
     modules = environment.get("PRELOAD", "").split()
     if not _LOADED.issuperset(modules):
-        fork_interpreters(modules)
+        _fork_interpreters(modules)
     pid, namespaces = None, _open_other_namespaces(client)
     try:
         if "pid" in namespaces:
@@ -222,6 +225,8 @@ def _become(
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     if debug := sys.modules.get("torch.distributed"):
         debug.set_debug_level_from_env()  # which torch reads when it is imported
+    if ray := sys.modules.get("ray._raylet"):
+        ray.Config.initialize("")  # read its variables again, except the internal ones of workers
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent removes its temporary directories itself
     code = _exit_code(arguments)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -312,7 +317,7 @@ def _run(arguments: list[str]) -> None:
     exec(compile(source, name, "exec"), vars(main))
 
 
-def fork_interpreters(modules: Iterable[str]) -> None:
+def _fork_interpreters(modules: Iterable[str]) -> None:
     """Import ``modules``, and from now on fork Python processes instead of starting interpreters."""
     gc.disable()  # collecting garbage would take a fifth of the time and free nothing
     for module in modules:
@@ -344,7 +349,7 @@ _NOT_NEEDED = ("distflow.train", "distflow.runtime", "distflow.testing", "distfl
 _PATH = sys.path[1:]
 _LOADED: set[str] = set()
 _address: str | None = None
-"""The address of the server for distflow. Its forks request new forks there, and do not fork themselves."""
+"""The address of the server for distflow or Ray. Its forks request new forks there, and do not fork themselves."""
 
 if __name__ == "__main__":
     kind, listener, owner_pid = sys.argv[1:4]
@@ -353,5 +358,6 @@ if __name__ == "__main__":
     if kind == "torch":
         # Processes that wake up then do not interrupt a rank, which may hold a lock for which gloo waits in a busy loop.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    fork_interpreters((*BASIC, "numpy", "torch.distributed.pipelining") if kind == "torch" else _modules_of_distflow())
+    preloaded_modules = {"torch": (*_BASIC, "numpy", "torch.distributed.pipelining"), "ray": _OF_RAY}
+    _fork_interpreters(preloaded_modules.get(kind) or _modules_of_distflow())
     _serve(listening, int(owner_pid))

@@ -71,7 +71,7 @@ def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="module")
 def over_ray(ray_cluster: RayCluster) -> Iterator[Callable[[], Transport]]:
     """A way to make transports that reach this machine as the second node of a placement group."""
-    settings = RaySettings(address=ray_cluster.address, python=sys.executable)
+    settings = RaySettings(address=ray_cluster.address, python=ray_cluster.python)
     engine = RayEngine(Pool(name="p", backend="ray", nodes=(), template=ssh_node(), ray=settings), LocalTransport("login"))
     wanted = Allocation(workflow="1" * 32, group="g", attempt=0)
     nodes = (NodeRequest(task="a", gpus=1), NodeRequest(task="b", gpus=1))

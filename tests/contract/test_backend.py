@@ -260,7 +260,7 @@ def on_ray(ray: RayCluster) -> Iterator[Callable[..., Bench]]:
 
     def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
         node = replace(_node(folder), name="", host="", gpus=None, python=_python(folder, behind_s))
-        settings = RaySettings(address=ray.address, python=sys.executable, idle_release_s=30.0)
+        settings = RaySettings(address=ray.address, python=ray.python, idle_release_s=30.0)
         pool = Pool(name="p", backend="ray", nodes=(), template=node, ray=settings)
         bench = _bench()
         (folder / "blobs").mkdir()

@@ -31,7 +31,8 @@ class RayPool:
         pool: dict[str, Any] = {
             "backend": "ray",
             "root": str(self.cli.top),
-            "ray": {"address": self.cluster.address, "python": sys.executable, "idle_release": "30s"} | (ray or {}),
+            "python": sys.executable,  # by default that of `ray`, which would become the Python of the tasks
+            "ray": {"address": self.cluster.address, "python": self.cluster.python, "idle_release": "30s"} | (ray or {}),
         }
         if self.login is not None:
             pool |= {"login": self.login.alias, "ssh_config": str(self.cli.folder / "ssh_config")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 
 import pytest
 
@@ -25,6 +26,7 @@ def waiting(cli: Cli, text: str) -> str:
 
 def test_a_gang_runs_on_two_nodes_with_its_gpus_and_gives_them_back(any_ray_pool: RayPool) -> None:
     cli = any_ray_pool.cli
+    any_ray_pool.configure(ray={"python": sys.executable})  # the other tests fork the program on the cluster
     workflow, group = any_ray_pool.start(SPIN)
     nodes = {name: task["node_name"] for name, task in cli.tasks(workflow).items()}
     assert sorted(nodes.values()) == [f"n1@{group}", f"n2@{group}"]

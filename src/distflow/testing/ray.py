@@ -42,6 +42,7 @@ _SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_enable_metrics_collection": "0",
 }
+_CLI = "from ray.scripts.scripts import main; main()"
 _RUNNER = """\
 import contextlib, io, json, ray, sys
 ray.init(address=sys.argv[1], namespace="distflow", log_to_driver=False, logging_level="ERROR")
@@ -65,8 +66,12 @@ def _ray() -> Path:
 class RayCluster:
     """A context manager for one cluster. Its nodes are ``n1``, which is the head, ``n2`` and so on."""
 
-    def __init__(self, *, nodes: int = 2, cpus: int = 8, gpus: int = 2) -> None:
-        """Choose ports and a directory. Each node reports ``cpus`` CPUs and ``gpus`` GPUs, independently of this machine."""
+    def __init__(self, *, nodes: int = 2, cpus: int = 8, gpus: int = 2, python: str = sys.executable) -> None:
+        """Choose ports and a directory. Each node reports ``cpus`` CPUs and ``gpus`` GPUs, independently of this machine.
+
+        ``python`` runs ``ray start`` and the programs that connect to the cluster.
+        """
+        self.python = python
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
         # A short path, because the paths of the Unix sockets in it must be shorter than 108 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
@@ -79,7 +84,7 @@ class RayCluster:
         ]  # fmt: skip
         self._environment = os.environ | _SETTINGS
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._program = ClusterProgram(LocalTransport("ray"), python=sys.executable, address=self.address)
+        self._program = ClusterProgram(LocalTransport("ray"), python=self.python, address=self.address)
         self._runner: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> RayCluster:
@@ -133,9 +138,10 @@ class RayCluster:
             if is_head
             else [f"--address={self.address}", f"--node-ip-address=127.0.0.{self.nodes.index(node) + 1}"]
         )  # fmt: skip
+        start = ["start", "--block", "--disable-usage-stats", f"--node-name={node}", *role_options, *self._options]
         with (self.folder / f"{node}.log").open("ab") as log:
             self._daemons[node] = subprocess.Popen(
-                [_ray(), "start", "--block", "--disable-usage-stats", f"--node-name={node}", *role_options, *self._options],
+                [self.python, "-c", _CLI, *start],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -188,7 +194,7 @@ class RayCluster:
         if self._runner is None or self._runner.poll() is not None:
             with (self.folder / "runner.log").open("ab") as log:
                 self._runner = subprocess.Popen(
-                    [sys.executable, "-c", _RUNNER, self.address],
+                    [self.python, "-c", _RUNNER, self.address],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                     cwd=self.folder, env=self._environment,
                 )  # fmt: skip
