@@ -303,7 +303,10 @@ def test_a_late_command_is_killed_with_the_processes_that_it_left(
     assert transport.run(["true"], timeout_s=60).exit_code == 0
 
 
-def test_data_that_was_sent_before_the_end_arrives(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
+def test_data_that_was_sent_before_the_end_arrives(
+    make: Callable[..., MultiplexedTransport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.transports.multiplexed._FLUSH_S", 30.0)  # on a busy machine, sending takes long
     os.mkfifo(tmp_path / "go")
     transport = make()
     channel = transport.open(

@@ -76,7 +76,8 @@ _SILENCE_S = 30.0
 _RECEIVE = 256 << 10
 _MOST_OUTGOING = 256 << 10
 """While more bytes wait to be sent to the submitter, no output of commands is read."""
-_FLUSH_S = 2.0
+_FLUSH_S = 10.0
+"""Time for commands to take the input that was received before the submitter was gone."""
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
