@@ -1,4 +1,4 @@
-"""The policy of one group: its steps from WAITING to its end. It does no I/O: all effects are commands and events.
+"""The policy of one group: its steps from WAITING to its end. This module does no I/O: all effects are commands and events.
 
 The methods are in the order of a group's states. Each step repeats all commands that are not in flight and whose answer has not
 been applied.

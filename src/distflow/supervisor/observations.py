@@ -524,15 +524,15 @@ def adjust_cancel_time(request: CancelRequest | None, known: CancelRequest | Non
 
 def _adjust_group(group: GroupRecord, rest_s: float, now: float) -> GroupRecord:
     # A rescheduled group begins to wait for nodes only after its backoff.
-    rests_until = min(group.backoff_until, now + rest_s)
+    backoff_until = min(group.backoff_until, now + rest_s)
     return replace(
         group,
-        scheduling_at=_earlier(group.scheduling_at, max(now, rests_until)),
+        scheduling_at=_earlier(group.scheduling_at, max(now, backoff_until)),
         initializing_at=_earlier(group.initializing_at, now),
         running_at=_earlier(group.running_at, now),
         stopping_at=_earlier(group.stopping_at, now),
         not_before=min(group.not_before, now + 1.0),
-        backoff_until=rests_until,
+        backoff_until=backoff_until,
         refusals=tuple(replace(one, until=min(one.until, now + LEASE_BACKOFF_S[-1])) for one in group.refusals),
         transfer_results=tuple(replace(one, at=min(one.at, now)) for one in group.transfer_results),
         checkpoints=tuple(replace(one, at=min(one.at, now)) for one in group.checkpoints),

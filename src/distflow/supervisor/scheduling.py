@@ -1,4 +1,4 @@
-"""Choose the waiting gangs that may lease nodes now, and compute which resources are free. Without I/O.
+"""Choose the waiting gangs that may lease nodes now, and compute which resources are free. This module does no I/O.
 
 Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang does not
 overtake one that waits for nodes, so that small gangs do not starve a large one. A gang that has nodes keeps them. Only one

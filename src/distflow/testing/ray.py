@@ -56,11 +56,7 @@ for line in sys.stdin:
 
 def missing_ray() -> str:
     """Return the reason why no cluster can be started here; empty if one can."""
-    return "" if _ray().exists() else "ray not found: pip install ray"
-
-
-def _ray() -> Path:
-    return Path(sys.executable).parent / "ray"
+    return "" if Path(sys.executable).with_name("ray").exists() else "ray not found: pip install ray"
 
 
 class RayCluster:

@@ -55,7 +55,7 @@ _BY_SEVERITY = (
     Reason.NODE_LOST, Reason.OOM_KILLED, Reason.EVICTED, Reason.PREEMPTED, Reason.IMAGE_PULL, Reason.EXEC_TIMEOUT,
     Reason.CANCELED,
 )  # fmt: skip
-"""Reasons of failed pods, the most severe one first, which explains the end of the gang. Other reasons come after these."""
+"""Reasons of failed pods, most severe first. The most severe one of a gang explains its end. Other reasons are less severe."""
 
 
 class KubernetesEngine:
