@@ -56,7 +56,7 @@ def bind_task(
     def fill(text: str) -> str:
         return PLACEHOLDER.sub(value, text)
 
-    node, files = nodes[own.node], (*launch.files, *distributed_files(group, task))
+    node = nodes[own.node]
     environment = {**node.environment, **{name: fill(text) for name, text in launch.environment.items()}}
     if not own.interface:
         # No interface has the address itself, so torch and NCCL must choose one.
@@ -70,7 +70,10 @@ def bind_task(
         node=own.node,
         argv=tuple(fill(word) for word in launch.argv),
         environment=environment,
-        files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in files),
+        files=(
+            *(replace(file, text=fill(file.text)) if file.text is not None else file for file in launch.files),
+            *distributed_files(group, task, values, binding.tasks),
+        ),
         setup=node.setup,
         # Programs expect the parent of a checkpoint's directory to exist: `/tmp` for `/tmp/models`.
         folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),

@@ -19,10 +19,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from distflow.layout.ranks import World
-from distflow.plan.model import ATTEMPT_DIR, PLACEHOLDER, GroupPlan, PlannedFile, address_of
+from distflow.plan.model import ATTEMPT_DIR, PLACEHOLDER, GroupPlan, PlannedFile, TaskBinding, address_of
 from distflow.spec.model import TaskSpec
 
 __all__ = ["NAME_TOOLS", "distributed_environment", "distributed_files", "member_ids", "name_tools"]
@@ -31,6 +32,8 @@ __all__ = ["NAME_TOOLS", "distributed_environment", "distributed_files", "member
 _FOLDER = "config"
 """The directory of Valohai's files, relative to the attempt's directory."""
 _RESERVED = "VH_"
+_NO_VALUES: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_PLACES: Final[Mapping[str, TaskBinding]] = MappingProxyType({})
 
 
 def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]:
@@ -55,51 +58,75 @@ def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, st
     }
 
 
-def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
-    """Return ``distributed.json`` and ``.yaml`` of a task, with placeholders; empty for a task that is not a member.
+def distributed_files(
+    group: GroupPlan, task: str, values: Mapping[str, str] = _NO_VALUES, places: Mapping[str, TaskBinding] = _NO_PLACES
+) -> tuple[PlannedFile, ...]:
+    """Return ``distributed.json`` and ``.yaml`` of a task; empty for a task that is not a member.
 
-    They are created when a task is bound, and not stored, because their total size grows with the square of the gang's size.
+    Both contain the same JSON text, which is also YAML (https://yaml.org/spec/1.2.2, section 1.3).
+    ``values`` are the values of placeholders by name, and ``places`` those of the members' nodes and addresses. What they do
+    not contain stays a placeholder. The files are created when a task is bound, and not stored, because their total size grows
+    with the square of the gang's size.
     """
     own = group.launch(task).member
     if own is None:
         return ()
-    import yaml  # noqa: PLC0415  a plan is shown and compiled without it
-
-    members = tuple(sorted((one.member, one.task) for one in group.launches if one.member is not None))
-    config = {"group_name": f"task-@@WORKFLOW_ID@@-{group.name}", "member_id": str(own), "required_count": len(members)}
-    described, listed = _members(members)
-    found = {"config": config, "members": described, "self": _member(own, task)}
-    head, tail = (yaml.safe_dump({key: found[key]}, sort_keys=False) for key in ("config", "self"))
-    texts = {"json": json.dumps(found, indent=1) + "\n", "yaml": head + listed + tail}
-    return tuple(
-        PlannedFile(
-            path=f"{_FOLDER}/distributed.{kind}", shown=f"distributed.{kind}", text=text, size=len(text.encode()), mode=0o600
+    workflow, attempt, leased = (values.get(name, f"@@{name}@@") for name in ("WORKFLOW_ID", "RETRY_ID", "LEASED_AT"))
+    members = tuple(
+        _Member(
+            one.member,
+            places[one.task].node if one.task in places else f"@@NODE:{one.task}@@",
+            places[one.task].address if one.task in places else address_of(one.task),
+            _job_id(one.task, workflow, attempt),
+            leased,
         )
-        for kind, text in texts.items()
+        for one in group.launches
+        if one.member is not None
+    )
+    config = {"group_name": f"task-{workflow}-{group.name}", "member_id": str(own), "required_count": len(members)}
+    listed, own_text = _list_members(members)
+    text = "{\n" + ",\n".join((_as_json({"config": config}), listed, own_text[own])) + "\n}\n"
+    return tuple(
+        PlannedFile(path=f"{_FOLDER}/{name}", shown=name, text=text, size=len(text.encode()), mode=0o600)
+        for name in ("distributed.json", "distributed.yaml")
     )
 
 
+class _Member(NamedTuple):
+    number: int
+    node: str
+    address: str
+    job_id: str
+    announce_time: str
+
+
 @lru_cache(maxsize=4)
-def _members(members: tuple[tuple[int, str], ...]) -> tuple[list[dict[str, Any]], str]:
-    """Return all members, and their part of the YAML file. They are cached, because all tasks need them and YAML is slow."""
-    import yaml  # noqa: PLC0415  as above
+def _list_members(members: tuple[_Member, ...]) -> tuple[str, dict[int, str]]:
+    """Return the part ``members`` of the file, and each member's part ``self`` by number.
 
-    described = [_member(number, name) for number, name in members]
-    return described, yaml.safe_dump({"members": described}, sort_keys=False)
-
-
-def _member(number: int, task: str) -> dict[str, Any]:
-    return {
-        "announce_time": "@@LEASED_AT@@",
-        "identity": f"@@NODE:{task}@@",
-        "job_id": _job_id(task),
-        "member_id": str(number),
-        "network": {"exposed_ports": {}, "local_ips": [address_of(task)], "public_ips": [address_of(task)]},
+    They are cached, because all tasks of an attempt have the same members.
+    """
+    described = {
+        one.number: {
+            "announce_time": one.announce_time,
+            "identity": one.node,
+            "job_id": one.job_id,
+            "member_id": str(one.number),
+            "network": {"exposed_ports": {}, "local_ips": [one.address], "public_ips": [one.address]},
+        }
+        for one in sorted(members)
     }
+    own = {number: _as_json({"self": one}) for number, one in described.items()}
+    return _as_json({"members": list(described.values())}), own
 
 
-def _job_id(task: str) -> str:
-    return f"exec-@@WORKFLOW_ID@@-{task}-@@RETRY_ID@@"
+def _as_json(found: object) -> str:
+    """Return a JSON object in several lines, without its braces."""
+    return json.dumps(found, indent=1)[2:-2]
+
+
+def _job_id(task: str, workflow: str = "@@WORKFLOW_ID@@", attempt: str = "@@RETRY_ID@@") -> str:
+    return f"exec-{workflow}-{task}-{attempt}"
 
 
 # -- OSMO -------------------------------------------------------------------------------------------------------------
