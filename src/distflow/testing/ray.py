@@ -16,14 +16,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
 
 from distflow.backends.allocated.ray.program import ClusterProgram
 from distflow.errors import DistflowError, NodeUnreachable
-from distflow.testing.sshd import die_with_parent
+from distflow.testing.sshd import start_daemon
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.local import LocalTransport
 
@@ -135,17 +134,12 @@ class RayCluster:
             else [f"--address={self.address}", f"--node-ip-address=127.0.0.{self.nodes.index(node) + 1}"]
         )  # fmt: skip
         start = ["start", "--block", "--disable-usage-stats", f"--node-name={node}", *role_options, *self._options]
-        with (self.folder / f"{node}.log").open("ab") as log:
-            self._daemons[node] = subprocess.Popen(
-                [self.python, "-c", _CLI, *start],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd=self.folder,
-                env=self._environment | {_MARK: f"{self._name}/{node}"},
-                preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
-            )
+        self._daemons[node] = start_daemon(
+            [self.python, "-c", _CLI, *start],
+            self.folder / f"{node}.log",
+            cwd=self.folder,
+            env=self._environment | {_MARK: f"{self._name}/{node}"},
+        )
         if is_head:
             self._close_programs()
 

@@ -13,11 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from importlib import metadata
 from pathlib import Path
 
-from distflow.testing.sshd import die_with_parent, free_port
+from distflow.testing.sshd import free_port, start_daemon
 from distflow.testing.waiting import wait_until
 
 __all__ = ["S3Server", "missing_rclone"]
@@ -77,20 +76,13 @@ class S3Server:
         rclone = _rclone()
         if rclone is None:
             raise FileNotFoundError(missing_rclone())
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    rclone, "serve", "s3", "--config", os.devnull, "--cache-dir", str(self._home / "cache"),
-                    "--auth-key", f"{self.access_key_id},{self.access_key}", "--addr", f"127.0.0.1:{self.port}",
-                    # A cache time of 1 ms makes new files in the folder visible at once. With 0, the server loops forever.
-                    "--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(self.data),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
-            )  # fmt: skip
+        argv = [
+            rclone, "serve", "s3", "--config", os.devnull, "--cache-dir", str(self._home / "cache"),
+            "--auth-key", f"{self.access_key_id},{self.access_key}", "--addr", f"127.0.0.1:{self.port}",
+            # A cache time of 1 ms makes new files in the folder visible at once. With 0, the server loops forever.
+            "--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(self.data),
+        ]  # fmt: skip
+        self._process = start_daemon(argv, self.log)
         wait_until(self._answers, 20.0, f"rclone at {self.url} answers; its log: {self.log}")
 
     def stop(self) -> None:

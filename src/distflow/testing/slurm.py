@@ -15,12 +15,11 @@ import socket
 import stat
 import subprocess
 import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from distflow.testing.sshd import die_with_parent
+from distflow.testing.sshd import start_daemon
 from distflow.testing.waiting import is_alive, wait_until
 
 __all__ = ["Slurm", "missing_slurm"]
@@ -269,16 +268,9 @@ class Slurm:
         # The step daemons of a node inherit this working directory. `processes` finds them by it.
         directory = self._spool / name if name in self.nodes else self.folder
         directory.mkdir(exist_ok=True)
-        with (self.folder / "log" / f"{name}.out").open("ab") as log:
-            self._daemons[name] = subprocess.Popen(
-                [found, "-D", *arguments, "-f", str(self.config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=directory,
-                start_new_session=True,
-                preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
-            )
+        self._daemons[name] = start_daemon(
+            [found, "-D", *arguments, "-f", str(self.config)], self.folder / "log" / f"{name}.out", cwd=directory
+        )
 
     def _end(self, name: str, number: signal.Signals) -> None:
         daemon = self._daemons.pop(name)
