@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -88,11 +89,13 @@ _LONG = (
     "tests/integration/slurm/test_many_jobs.py",
 )
 """Tests that take 20 s and more on two cores, the longest first."""
-_CLUSTERS = (
-    re.compile(r"^tests/(chaos|contract|integration|scenarios)/(.*\[(pods|kubernetes)\b|.*test_kubernetes\.py|kubernetes/)"),
-    re.compile(r"^tests/(chaos|contract|scenarios)/(.*\[ray\b|test_ray\.py|test_engines\.py::test_the_same)"),
-)
-"""Each matches the ids of tests that share a cluster: of Kubernetes, and of Ray."""
+_CLUSTERS = {
+    "kubernetes_cluster": re.compile(
+        r"^tests/(chaos|contract|integration|scenarios)/(.*\[(pods|kubernetes)\b|.*test_kubernetes\.py|kubernetes/)"
+    ),
+    "ray_cluster": re.compile(r"^tests/(chaos|contract|scenarios)/(.*\[ray\b|test_ray\.py|test_engines\.py::test_the_same)"),
+}
+"""Fixtures of clusters. Each pattern matches the ids of the tests that share the cluster."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -103,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     parts of a cluster wait for its other tests, and each worker would need 12 s of processor time to start a Ray cluster.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    of_clusters = [[item for item in items if pattern.search(item.nodeid)] for pattern in _CLUSTERS]
+    of_clusters = [[item for item in items if pattern.search(item.nodeid)] for pattern in _CLUSTERS.values()]
     clustered = {item for part in of_clusters for item in part}
     ranks = {
         item: next((rank for rank, name in enumerate(_LONG) if item.nodeid.startswith(name)), len(_LONG))
@@ -131,6 +134,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop a cluster when the next test does not need it, because it takes processor time without work, too."""
+    for name, pattern in _CLUSTERS.items():
+        if pattern.search(item.nodeid) and (nextitem is None or not pattern.search(nextitem.nodeid)):
+            found: Any = item  # pytest has no public way to end a fixture before its scope ends
+            for fixture in found.session._fixturemanager.getfixturedefs(name, item):
+                fixture.finish(found._request)
 
 
 @pytest.fixture(scope="session")
