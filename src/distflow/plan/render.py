@@ -90,6 +90,8 @@ def script(group: GroupPlan, launch: Launch) -> str:
         lines.insert(
             2, f"# distflow would first activate a Python environment with the packages of {shlex.quote(group.venv.file)}."
         )
+    if launch.image is not None:
+        lines.insert(2, "# This script ignores the task's `image`, and runs the command without a container.")
     # Programs expect the parent of a checkpoint's directory to exist: `/tmp` for `/tmp/models`.
     folders = (*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints))
     lines += [f'mkdir -p "$ATTEMPT_DIR"/{shlex.quote(folder)}' for folder in dict.fromkeys(folders)]

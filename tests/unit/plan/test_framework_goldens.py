@@ -91,6 +91,14 @@ def test_the_script_to_run_by_hand_has_the_files_too() -> None:
     assert distributed_environment("master", {})["VH_JOB_ID"].startswith("exec-")
 
 
+def test_the_script_to_run_by_hand_names_its_missing_container(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("workflow: {name: w, tasks: [{name: t, image: 'py:3', command: ['true']}, {name: u, command: ['true']}]}\n")
+    spec, _ = load_spec_text(path.read_text(), path.name, path.parent)
+    launches = [(group, launch) for group in compile_plan(spec, {}, pool="lab", bundles={}).groups for launch in group.launches]
+    assert ["without a container" in script(group, launch) for group, launch in launches] == [True, False]
+
+
 def test_the_script_to_run_by_hand_creates_the_parents_of_checkpoints(tmp_path: Path) -> None:
     checkpoint = "{path: /tmp/models, url: 'file:///x', frequency: 60}"
     path = tmp_path / "spec.yaml"
