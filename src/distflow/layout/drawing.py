@@ -123,7 +123,7 @@ def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
 def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | None]:
     """Return the lines to draw; ``None`` stands for lines that are left out.
 
-    Of more than 24 lines, it returns the first two, the last, and the first eight with mistakes, each with its neighbors.
+    Of more than 24 lines, it returns the first two, the last, and the first eight that are marked or overlap, with neighbors.
     """
     if len(bars) <= _MANY:
         return list(bars)

@@ -69,7 +69,7 @@ class CommandId(NamedTuple):
     """Empty for a lease, which concerns the whole group."""
     attempt: int
     part: int | DataRef | None = None
-    """The number of the checkpoint, or the data to transfer."""
+    """The index of the checkpoint directory, or the data to transfer."""
 
     @classmethod
     def of(cls, kind: type[object], key: AttemptKey, part: int | DataRef | None = None) -> CommandId:
@@ -141,7 +141,7 @@ class CollectOutput(_AboutAttempt):
     """Bring the output of an ended task to the blob store, or find it in storage that all nodes can read."""
 
     for_nodes: bool = False
-    """Whether only nodes need the output, so that it may stay in such storage."""
+    """Whether only nodes need the output, so that it may stay in shared storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class PackCheckpoint(_AboutAttempt):
     def identity(self) -> CommandId:
         """The identity of the command. Checkpoints of one directory share it.
 
-        So the final one waits for one that is being packed.
+        The final checkpoint thus waits until the previous one is packed.
         """
         return CommandId.of(PackCheckpoint, self.key, self.checkpoint.number)
 

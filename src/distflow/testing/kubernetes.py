@@ -117,7 +117,7 @@ class KubernetesCluster:
                     for daemon in self._started:
                         daemon.wait(20)
                 for daemon in self._started:
-                    daemon.returncode = daemon.returncode or 0  # the last process ends daemons that still run
+                    daemon.returncode = daemon.returncode or 0  # avoids a ResourceWarning; the last process ends the daemons
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -257,7 +257,7 @@ class ApiProxy:
     _REQUEST = re.compile(rb"([A-Z]+) (?:/apis?/[^? ]*?/namespaces/[^/ ]+)?(/[^? ]*)\S* HTTP/1\.1\r\n")
 
     def __init__(self, cluster: KubernetesCluster, folder: Path) -> None:
-        """Write ``kubeconfig`` to ``folder``."""
+        """Write ``proxy.kubeconfig`` to ``folder``."""
         self.calls: Counter[str] = Counter()
         """The number of calls of each kind, such as ``GET pods``."""
         self.kubeconfig = folder / "proxy.kubeconfig"
@@ -357,14 +357,15 @@ def _await_other_cluster(script: Path, lock: int) -> None:
 
 
 def remove_killed_cluster(script: Path, lock: int) -> None:
-    """Remove what is left of the cluster in the file ``lock`` if its test run was killed with all daemons.
+    """Remove the remains of the cluster named in the open file ``lock``, if there are any.
 
-    Its network bridges have the addresses of the next cluster, whose nodes could therefore not reach each other.
+    The caller holds the lock, so all daemons of the cluster have ended. Its network bridges have the addresses of the next
+    cluster, whose nodes could therefore not reach each other.
     """
     try:
         folder = Path(json.loads(os.pread(lock, 4096, 0))["folder"])
         if os.lstat(folder).st_uid != os.geteuid():
-            return  # another user created it after this one was removed
+            return  # another user has created a folder of this name
         (folder / "pids").write_text("")  # the daemons have ended, and other processes may have their ids now
     except (OSError, ValueError, KeyError, TypeError):
         return  # it was removed

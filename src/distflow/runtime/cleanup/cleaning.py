@@ -138,7 +138,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     tops = attempts.workflow_directories(root, workflow)
     before = sum(_measure(top)[0] for top in tops)
     for _, directory in attempts.list_attempts(root, workflow):
-        attempt_files.remove_secrets(directory)  # needed if the pair was killed while no agent was running
+        attempt_files.remove_secrets(directory)  # needed if runner and keeper were killed while no agent ran
     if keep_output:
         for _, directory in list(attempts.list_attempts(root, workflow)):
             _remove_all_but_output(directory)
@@ -169,7 +169,7 @@ def _remove_all_but_output(directory: str) -> None:
             continue
         path = entry.path
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(_REMOVED):
-            # Otherwise a new attempt could take over files from a directory that is being removed (`reusable`).
+            # Rename it first: a new attempt must not take over files from a directory that is being removed (`reusable`).
             path = os.path.join(directory, "{}{}-{}".format(_REMOVED, os.getpid(), entry.name))
             with contextlib.suppress(FileNotFoundError):  # another agent has moved it
                 os.rename(entry.path, path)

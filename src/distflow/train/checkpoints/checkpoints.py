@@ -60,8 +60,8 @@ class Stateful(Protocol):
 class Checkpoints:
     """The checkpoints of one training run, in one directory. Every method is a collective.
 
-    All but ``wait`` raise ``RuntimeError`` inside ``join``. If the path names different directories on different machines or
-    tasks, each directory gets all files.
+    All but ``wait`` raise ``RuntimeError`` inside ``distflow.train.join``. If the path names different directories on different
+    machines or tasks, each directory gets all files.
     """
 
     def __init__(self, directory: str | Path | None = None, *, keep_last: int = 3) -> None:

@@ -75,9 +75,9 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
 def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -> nn.Module:
     """Initialize every module with the values that rank 0 draws on ``device``, and return the model.
 
-    Collective: all ranks pass all modules of the model. Tensors on the meta device stay there, because other ranks hold them.
-    Modules whose tensors are all in ``loaded`` are skipped. A module cannot initialize its children. Raises ``ValueError`` for
-    a module that does not initialize all of its floating-point tensors.
+    Collective: each rank passes the whole model. Tensors on the meta device stay there, because other ranks hold them.
+    Only modules whose tensors are all in ``loaded`` are skipped. A module cannot initialize its children. Raises ``ValueError``
+    for a module that does not initialize all of its floating-point tensors.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
     for name, module, initialize in _to_fill(model, loaded):

@@ -152,7 +152,7 @@ class SlurmEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each job, with at most one query to Slurm, and a second one if jobs have ended."""
+        """Return the state of each job, with at most one query to Slurm, or two if jobs have ended."""
         with self._state:
             known = {job: self._over[job] for job in ids if job in self._over}
         if not ids.keys() - known.keys():
@@ -236,7 +236,7 @@ class SlurmEngine:
         self._login.close()
 
     def _step(self, job: str, host: str) -> Sequence[str]:
-        """Return the arguments before a command that run it as another step of a job on one of its hosts."""
+        """Return the prefix that runs a command as another step of a job, on one of its hosts."""
         return step_prefix(job, host, self._het_group(job, host))
 
     def _het_group(self, job: str, host: str) -> int | None:
@@ -358,7 +358,7 @@ class SlurmEngine:
         return jobs
 
     def _cancel_unwanted(self, jobs: Mapping[str, Sequence[Component]], known: Collection[str]) -> None:
-        """Cancel second jobs of the allocations of ``known`` jobs, and ``known`` heterogeneous jobs with an ended component."""
+        """Cancel other jobs with the allocation of a ``known`` job, and ``known`` jobs of which only some components ended."""
         with self._state:
             active = dict(self._active)
         wanted = {active[job] for job in known if job in active}
