@@ -459,7 +459,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         (
             ("launcher_of_a_torchrun", "With a `launcher`, the command may not start the ranks itself."),
             ("launcher_twice", "The same applies with a `framework`."),
-            ("launcher_beside_a_framework", "A framework has its own launcher."),
+            ("launcher_beside_a_framework", "`torchrun` and `spawn` can only be combined with `framework: pytorch`."),
             ("launcher_of_a_shell", "The command must be a Python script or a module."),
             ("launcher_of_a_text", "The script must be a file."),
             ("launcher_of_an_option", "Options of the interpreter are not passed to the ranks."),

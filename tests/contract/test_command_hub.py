@@ -204,7 +204,7 @@ def test_a_hub_ends_when_its_submitter_is_silent(make: Callable[..., Multiplexed
     transport = make(Behind(source), ping_s=60.0)
     channel = transport.open(["cat"])
     assert channel.read() == b""
-    assert "the connection to its command hub ended (exit code 0)" in channel.stderr_tail()
+    assert "the connection to distflow's process there ended (exit code 0)" in channel.stderr_tail()
 
 
 def test_hang_up_ends_all_calls_and_the_next_one_connects(make: Callable[..., MultiplexedTransport]) -> None:
@@ -284,13 +284,16 @@ def test_noise_of_login_scripts_is_skipped(make: Callable[..., MultiplexedTransp
 
 def test_a_hub_that_is_killed_at_its_start_may_be_tried_again(make: Callable[..., MultiplexedTransport]) -> None:
     transport = make(Behind("import os; os.kill(os.getpid(), 9)"))
-    with pytest.raises(NodeUnreachable, match="login: signal 9 ended the command hub before"):
+    with pytest.raises(NodeUnreachable, match=r"login: signal 9 ended `.*` before it answered"):
         transport.run(["true"], timeout_s=60)
 
 
 def test_a_machine_without_python_is_named(make: Callable[..., MultiplexedTransport]) -> None:
-    with pytest.raises(BootstrapFailed, match=r"login: Python 3\.8 or newer is needed; `/no/such/python` does not exist"):
+    with pytest.raises(
+        BootstrapFailed, match=r"login: Python 3\.8 or newer is needed; `/no/such/python` does not exist"
+    ) as caught:
         make(python="/no/such/python").run(["true"], timeout_s=60)
+    assert caught.value.hint.startswith("install it there; a login without a terminal must find it as `/no/such/python`")
 
 
 def test_a_late_command_is_killed_with_the_processes_that_it_left(

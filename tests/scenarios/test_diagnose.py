@@ -96,7 +96,7 @@ def test_each_fault_of_a_gang_is_reported_with_its_remedy(cli: Cli, forking_site
     assert found["absent"].startswith("rank 1 (absent-1 on local) did not arrive")
     assert "apex_of_nothing" in found["module"]
     assert "trainn" in found["command"]
-    assert "no task has printed anything for 2 s" in found["silent"]
+    assert "no task has printed anything or sent a heartbeat for 2 s" in found["silent"]
 
     text = cli.run("workflow", "diagnose", workflow).out
     assert "Cause   ranks called different collectives" in text

@@ -81,7 +81,8 @@ workflow:
 def test_a_gang_that_may_hang_is_reported_and_not_ended(cli: Cli) -> None:
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(SILENT.replace("GO", str(go))))
-    said = "one-group: may hang: no task has printed anything for 2 s (hang_timeout); to show where its processes are: "
+    said = "one-group: may hang: no task has printed anything or sent a heartbeat for 2 s (hang_timeout); "
+    said += "to show the stacks of its processes: "
     wait_until(lambda: said in cli.run("workflow", "events", workflow).out, 60)
     assert "may hang" in cli.run("workflow", "query", workflow).out
     go.touch()

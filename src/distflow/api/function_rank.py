@@ -68,7 +68,7 @@ def _leave_group() -> None:
     """Close the process group of torch if the function left it open: its threads may abort a process that is exiting."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        gc.collect()  # a model that had the last reference to the group could hang: pytorch/pytorch#56297
+        gc.collect()  # deleting a model with the last reference to the group could hang: pytorch/pytorch#56297
         distributed.destroy_process_group()
 
 
@@ -79,7 +79,8 @@ def _check_python(result_path: Path, wanted: str, executable: str) -> None:
         _exit_with_error(
             result_path,
             f"the function was pickled by Python {wanted} ({executable}), but {sys.executable} is Python {version}. "
-            f"Use the same version: pass `python=` with the path of a Python {wanted} on the nodes to distflow.run",
+            f"Use the same version: set `python=` of `distflow.run` or `Launcher` to the path of a "
+            f"Python {wanted} on the nodes",
         )
 
 

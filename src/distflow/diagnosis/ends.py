@@ -15,7 +15,7 @@ KILLED = Rule(
     key="killed",
     shows="a task or rank that was killed by SIGKILL (exit code 137 in a shell), but not by distflow",
     cause="something on the node killed a process with SIGKILL",
-    remedy="Usually the kernel killed the process for lack of memory, and distflow may not read the kernel's log: check "
+    remedy="Usually the kernel killed the process for lack of memory, and distflow cannot read the kernel's log: check "
     "`dmesg` on the node as root, and give the task more memory or fewer data workers. Otherwise a person, an "
     "administrator's script or a container engine killed it.",
 )
@@ -52,8 +52,8 @@ HIDDEN = Rule(
     shows="a task that ended with code 0 although its ranks failed, while others of its world wait",
     cause="a script did not pass on the exit code of its ranks",
     remedy="Start the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. "
-    "The task then fails, and the others are stopped at once. `stop_on_missing_ranks` of the group decides what happens "
-    "otherwise.",
+    "The task then fails, and the others are stopped at once. If you cannot change the script, set "
+    "`stop_on_missing_ranks: true` in the group: distflow then stops it when the others have been silent for 30 s.",
 )
 NO_PROGRAM = Rule(
     key="program-missing",
@@ -61,8 +61,8 @@ NO_PROGRAM = Rule(
     cause="the program of a task's command cannot be started on its node",
     remedy="Install the program on the node, or write its absolute path. `setup` of the pool is the place for `module load` "
     "and conda. `python` of the pool or node puts a virtual environment first in PATH. With `image`, the task runs in a "
-    "container that has the program. A script from `files` needs `chmod +x` and an interpreter in its first line, or "
-    "start it as `bash script.sh`.",
+    "container that has the program. A script from `files` needs an interpreter in its first line, and a local "
+    "file also needs `chmod +x`; or start it as `bash script.sh`.",
 )
 NOT_STARTED = Rule(
     key="start-error",

@@ -226,7 +226,7 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
     tag: str | None = None if event.tag in (None, "!") else event.tag
     if tag is not None and tag not in _CORE:
         short = tag.replace("tag:yaml.org,2002:", "!!")
-        raise _Refused(index, f"the tag `{short}` is not supported", "remove it; put a string into quotes")
+        raise _Refused(index, f"the tag `{short}` is not supported", "remove it, or quote a text that begins with `!`")
     if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
         kind, called = ("list", "list") if isinstance(event, yaml.SequenceStartEvent) else ("map", "mapping")
         if tag is not None and _CORE[tag] != kind:

@@ -36,7 +36,7 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
     """Return a script that defines a function and calls it with keyword arguments.
 
     Raises ``ValueError`` if the function is not a plain ``def``, has no source, uses names that are defined outside of it, or
-    does not take the arguments, and if an argument cannot be written as source.
+    does not take the arguments, and if an argument cannot be written as Python code.
     """
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):
@@ -99,8 +99,8 @@ def _arguments_source(function: Callable[..., Any], name: str, arguments: Mappin
             names = {repr(value)}
         if names - _DEFINED_EVERYWHERE:
             raise ValueError(
-                f"`func_args`: the value of `{key}` cannot be written as source: pass finite numbers, texts, and lists and "
-                "dictionaries of them, and build other values in the function"
+                f"`func_args`: the value of `{key}` cannot be written as Python code: pass finite numbers, strings, and lists "
+                "and dictionaries of them, and build other values in the function"
             )
     return f"**{dict(arguments)!r}" if arguments else ""
 

@@ -19,7 +19,9 @@ def event_text(details: of.EventDetails, *, group: str | None, task: str | None)
 
 def hang_text(limit_s: float | None) -> str:
     """Return the reason why a group may hang."""
-    return f"no task has printed anything for {seconds_text(limit_s)} (hang_timeout)" if limit_s else "no task prints anything"
+    if not limit_s:
+        return "no task prints anything or sends a heartbeat"
+    return f"no task has printed anything or sent a heartbeat for {seconds_text(limit_s)} (hang_timeout)"
 
 
 def next_attempt_text(attempt: int, attempts: int, wait_s: float) -> str:
@@ -68,7 +70,7 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             return _lease(details)
         case of.HangSuspected():
             where = (
-                f"; to show where its processes are: distflow workflow stacks {details.workflow_id}"
+                f"; to show the stacks of its processes: distflow workflow stacks {details.workflow_id}"
                 if details.workflow_id
                 else ""
             )

@@ -451,7 +451,7 @@ class _HubConnection:
         code = channel.exit_code
         how = "broke" if code is None else f"ended (exit code {code})"
         stderr = channel.stderr_tail().strip()[-_SHOWN:]
-        ended = NodeUnreachable(self.node, f"the connection to its command hub {how}", hint=stderr)
+        ended = NodeUnreachable(self.node, f"the connection to distflow's process there {how}", hint=stderr)
         self._fail(ended, is_broken=code is None)
 
     def _take(self, kind: int, number: int, content: bytes) -> None:
@@ -480,10 +480,12 @@ class _HubConnection:
             what = f"the node printed more than {_MOST_NOISE >> 20} MiB" if is_noisy else "the connection broke"
             return NodeUnreachable(self.node, f"{what} before `{self._python}` answered", hint=hint)
         if code > _SIGNALED:
-            how = f"signal {code - _SIGNALED} ended the command hub"
-            return NodeUnreachable(self.node, f"{how} before `{self._python}` answered", hint=hint)
+            return NodeUnreachable(self.node, f"signal {code - _SIGNALED} ended `{self._python}` before it answered", hint=hint)
+        remedy = f"install it there; a login without a terminal must find it as `{self._python}`"
         what = "does not exist" if code == 127 else f"ended with exit code {code} before it answered"
-        return BootstrapFailed(self.node, f"Python 3.8 or newer is needed; `{self._python}` {what}", hint=hint)
+        return BootstrapFailed(
+            self.node, f"Python 3.8 or newer is needed; `{self._python}` {what}", hint=f"{remedy}\n{hint}".rstrip()
+        )
 
     def _fail(self, error: TransportError, *, is_broken: bool = True) -> None:
         """End the connection with ``error``. ``is_broken``: hang up ``inner`` first, so that the next call reconnects."""

@@ -191,7 +191,7 @@ def test_an_error_is_reported_in_the_words_of_ssh(text: str, resolve: Resolve) -
         ("ProxyCommand nc %z\n", "`ProxyCommand nc %z`: distflow does not support the token `%z`"),
         ("IdentityFile ${NOT_SET_AT_ALL}/k\n", "the environment variable `NOT_SET_AT_ALL` is not set"),
         ("ProxyJump a:b:c\n", 'Invalid ProxyJump "a:b:c"'),
-        ("ProxyCommand x\nProxyUseFdpass yes\n", "distflow does not support `ProxyUseFdpass yes`"),
+        ("ProxyCommand x\nProxyUseFdpass yes\n", "`ProxyUseFdpass yes` is not supported; use `ProxyJump`"),
     ],
 )
 def test_wrong_values_are_quoted(text: str, said: str, resolve: Resolve) -> None:

@@ -26,6 +26,9 @@ def test_a_function_of_another_version_of_python_is_refused_before_it_is_loaded(
     assert done.returncode == 1
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert done.stderr.startswith("distflow: error: the function was pickled by Python 3.6 (/usr/bin/python3.6), but ")
-    assert f" is Python {version}. Use the same version: pass `python=` with the path of a Python 3.6" in done.stderr
+    assert (
+        f" is Python {version}. Use the same version: set `python=` of `distflow.run` or `Launcher` to the path of a Python 3.6"
+        in done.stderr
+    )
     stored = pickle.loads((tmp_path / "distflow-results" / "rank-5.pkl").read_bytes())
     assert stored["name"].startswith("the function was pickled by Python 3.6")

@@ -170,7 +170,7 @@ def test_a_silent_gang_is_diagnosed_until_it_makes_progress(screen: Screen) -> N
         assert screen.run("diagnose", record.id, "-t", "json") == 0
         (group,) = json.loads(screen.out)["groups"]
         assert [(one["key"], one["found"]) for one in group["diagnoses"]] == [
-            ("hang", "no task has printed anything for 30 s (hang_timeout)")
+            ("hang", "no task has printed anything or sent a heartbeat for 30 s (hang_timeout)")
         ]
         store(T0 + 70, over)
         assert screen.run("diagnose", record.id) == 0

@@ -96,7 +96,7 @@ exec("def _without_source(): pass")
         (print, None, "is not a function defined with `def`"),
         ("train.py", None, "`'train.py'` is not a function"),
         (_top, {"rate": 1}, "`func_args` does not fit `_top`: missing a required argument: 'lr'"),
-        (_top, {"lr": object()}, "the value of `lr` cannot be written as source"),
+        (_top, {"lr": object()}, "the value of `lr` cannot be written as Python code"),
         (_top, {"lr": math.inf}, "the value of `lr` cannot be written"),
     ],
 )

@@ -65,8 +65,17 @@ def test_a_shared_directory_without_retries_names_the_missing_settings(actions: 
     )
     spec, _ = load_spec_text(text, "spec.yaml", GOLDENS)
     (problem,) = check_layout(spec)[1]
-    assert problem.message == "`shared` has no effect: the group `train` is never retried"
+    assert problem.message == "`shared` restores nothing: the group `train` is never retried"
     assert problem.hint.partition("`exitActions")[0] == hint
+
+
+def test_a_launcher_next_to_a_framework_that_starts_nothing_names_the_consequence() -> None:
+    text = (GOLDENS / "problems" / "layout_launcher_beside_a_framework.yaml").read_text(encoding="utf-8")
+    spec, _ = load_spec_text(text.replace("deepspeed", "custom"), "spec.yaml", GOLDENS)
+    (problem,) = check_layout(spec)[1]
+    assert problem.message == "`launcher: torchrun` cannot be combined with `framework: custom`"
+    wanted = "remove one of them; without `launcher`, `framework: custom` runs the command once for each task, unchanged"
+    assert problem.hint == wanted
 
 
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)

@@ -601,8 +601,8 @@ def test_silent_gang_is_reported_and_continues() -> None:
     driver.advance(49.0)
     assert driver.group().message == ""
     driver.advance(1.0)
-    said = "may hang: no task has printed anything for 30 s (hang_timeout)"
-    said += "; to show where its processes are: distflow workflow stacks w-1"
+    said = "may hang: no task has printed anything or sent a heartbeat for 30 s (hang_timeout)"
+    said += "; to show the stacks of its processes: distflow workflow stacks w-1"
     assert (driver.group().state, driver.group().message) == (State.RUNNING, said)
     driver.advance(100.0)
     assert [event.text for event in driver.events].count(f"train: {said}") == 1

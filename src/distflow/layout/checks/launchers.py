@@ -19,6 +19,9 @@ __all__ = ["PythonCommand", "launcher_problems", "python_command", "restart_prob
 _NEEDS_PYTHON = ("deepspeed", "accelerate")
 """Frameworks whose own launcher starts a Python script. For pytorch, the field ``launcher`` of the spec does that."""
 
+_RUNS_COMMAND = ("tensorflow", "jax", "custom")
+"""Frameworks that start nothing themselves: each task runs its command once."""
+
 _NEEDS_EVEN = ("accelerate",)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
 _WITHOUT_EFFECT = ("-u", "-s")
@@ -83,8 +86,11 @@ def _launcher_and_framework(group: GroupSpec) -> list[Problem]:
         return []
     for task in group.tasks:
         if task.launcher.starts_ranks:
-            message = f"`launcher: {task.launcher.kind}` and `framework: {framework.value}` both start the ranks"
-            return [Problem(where=task.launcher.mark, message=message, hint="remove one of them")]
+            message = f"`launcher: {task.launcher.kind}` cannot be combined with `framework: {framework.value}`"
+            hint = "remove one of them"
+            if framework.value in _RUNS_COMMAND:
+                hint += f"; without `launcher`, `framework: {framework.value}` runs the command once for each task, unchanged"
+            return [Problem(where=task.launcher.mark, message=message, hint=hint)]
     return []
 
 
@@ -136,7 +142,7 @@ def _restarts(group: GroupSpec) -> list[Problem]:
 
 
 def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
-    """Return warnings about a ``shared`` directory without effect, and checkpoints that only some tasks of a world have."""
+    """Return warnings about a ``shared`` directory that is never restored, and checkpoints of only some tasks of a world."""
     has_exit_codes = any(task.exit_actions.reschedule for task in group.tasks)
     can_restart = group.retry.limit > 0 and has_exit_codes
     declared = {normpath(one.path.value): one for task in group.tasks for one in task.checkpoints}
@@ -144,7 +150,7 @@ def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
     if shared is not None:
         if can_restart:
             return []
-        message = f"`shared` has no effect: the group `{group.name}` is never retried"
+        message = f"`shared` restores nothing: the group `{group.name}` is never retried"
         exit_codes = "define the exit codes that cause a retry, such as `exitActions: {RESCHEDULE: 1-255}`"
         limit = "set `limit` of `retry` to at least 1"
         hint = exit_codes if group.retry.limit > 0 else limit if has_exit_codes else f"{limit}, and {exit_codes}"

@@ -46,7 +46,7 @@ _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_valu
 def derive_plan(model: nn.Module) -> dict[str, str]:
     """Return a plan from the names of the model's linear layers; empty if no pair has known names.
 
-    A matrix that consists of several, such as query, key and value, stays whole, and so do its siblings: a cut would mix them.
+    A matrix of several, such as query, key and value, stays whole, and so do its siblings: a cut would mix its parts.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 continue
             rows = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
             may_stay_whole = style == "embedding_rowwise" or style in _GATHERED
-            # torch does not keep the padding row of an embedding in parts.
+            # A precaution for older versions: torch 2.13 keeps a padding row's gradient at zero in a cut embedding, too.
             stays = name in tied or rows % ranks or getattr(module, "padding_idx", None) is not None
             if not (may_stay_whole and stays):
                 plan[name] = style
@@ -102,7 +102,7 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
     """Return module name → style for each matrix of a model that is cut over ``ranks``.
 
     The styles are those of ``plan``, else of the model's own plan, else of a plan from common names. Raises ``ValueError`` if
-    there is no plan or a matrix cannot be cut, and ``TypeError`` for modules other than linear layers.
+    there is no plan or a matrix cannot be cut, and ``TypeError`` if a colwise or rowwise module is not a linear layer.
     """
     chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
@@ -182,7 +182,7 @@ def _divide_sequence(
 def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) -> None:
     module = modules[name]
     if not isinstance(module, nn.Linear):
-        raise TypeError(f"tensor parallelism: {name} is a {type(module).__name__}; only linear layers can be cut")
+        raise TypeError(f"tensor parallelism: {name} is a {type(module).__name__}; colwise and rowwise need linear layers")
     last = name.rpartition(".")[2]
     # An unknown matrix with three times as many outputs is likely query, key and value in one.
     tripled = module.out_features == 3 * module.in_features and last not in COLWISE

@@ -338,7 +338,7 @@ class _Settings:
             "C": hashlib.sha1(everything.encode("utf-8", "surrogateescape"), usedforsecurity=False).hexdigest(),
         }  # fmt: skip
         if self.flag("ProxyUseFdpass"):
-            raise SshConfigError("distflow does not support `ProxyUseFdpass yes`")
+            raise SshConfigError("`ProxyUseFdpass yes` is not supported; use `ProxyJump`, or a `ProxyCommand` without it")
 
     def text(self, keyword: str) -> str:
         values = self._values.get(keyword.lower())

@@ -159,7 +159,9 @@ class KubernetesApi:
             message = str(json.loads(message).get("message") or message)
         message = plain(message)[:1000]
         if status == 401:
-            raise NodeUnreachable(self.name, f"the API server does not accept the credentials: {message}", hint="log in again")
+            raise NodeUnreachable(
+                self.name, f"the API server does not accept the credentials: {message}", hint="log in again, or renew the token"
+            )
         if status in (0, 408, 429) or status >= 500:
             # Without a status, the client itself has failed, which it does only for errors of TLS.
             what = (

@@ -131,7 +131,7 @@ class _Check:
                     "quota",
                     self._at,
                     f"quota `{name}` is used up: {', '.join(full)}",
-                    "workflows wait until other pods release it",
+                    "workflows may wait until other objects release it",
                 )
             else:
                 yield note("quota", self._at, f"quota `{name}` allows more pods", "")
