@@ -83,7 +83,7 @@ def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 continue
             rows = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
             may_stay_whole = style == "embedding_rowwise" or style in _GATHERED
-            # A precaution for older versions: torch 2.13 keeps a padding row's gradient at zero in a cut embedding, too.
+            # torch 2.13 keeps the gradient of a padding row at zero in a cut embedding, too; older versions were not tried.
             stays = name in tied or rows % ranks or getattr(module, "padding_idx", None) is not None
             if not (may_stay_whole and stays):
                 plan[name] = style
