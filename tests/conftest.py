@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from distflow.testing.kubernetes import KubernetesCluster, KubernetesSource, find_kubernetes
 from distflow.testing.ray import RayCluster, missing_ray
+from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.slurm import Slurm, missing_slurm
 
 gc.disable()  # until all tests are collected: meanwhile, collecting garbage would free nothing and take a fifth of the time
@@ -244,6 +245,15 @@ def ray(ray_cluster: RayCluster) -> Iterator[RayCluster]:
     """A Ray cluster with two idle nodes. All tests share it, so a test that kills a node starts it again."""
     yield ray_cluster
     ray_cluster.remove_all()
+
+
+@pytest.fixture(scope="session")
+def running_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3 server for many tests, because each start takes 0.4 s of processor time."""
+    if why := missing_rclone():
+        pytest.skip(why)
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 @pytest.fixture

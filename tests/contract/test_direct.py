@@ -29,14 +29,21 @@ CANARY = f"canary-{os.urandom(8).hex()}"
 Deliver = Callable[..., Delivered]
 
 
-@pytest.fixture
-def s3(tmp_path: Path) -> Iterator[S3Server]:
+@pytest.fixture(scope="module")
+def canary_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server whose key is a canary."""
     if why := missing_rclone():
         pytest.skip(why)
-    with S3Server(tmp_path / "s3", access_key=CANARY) as server:
-        server.bucket("b")
+    with S3Server(tmp_path_factory.mktemp("s3"), access_key=CANARY) as server:
         yield server
+
+
+@pytest.fixture
+def s3(canary_s3: S3Server) -> Iterator[S3Server]:
+    """The server with the empty bucket ``b``."""
+    canary_s3.bucket("b")
+    yield canary_s3
+    canary_s3.reset()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.kubernetes import KubernetesCluster
 from distflow.testing.nodes import install_runtime
 from distflow.testing.ray import RayCluster
-from distflow.testing.s3 import S3Server, missing_rclone
+from distflow.testing.s3 import S3Server
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
@@ -236,13 +236,11 @@ def cli(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, has_runtime: b
 
 
 @pytest.fixture
-def s3(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Iterator[S3Server]:
-    """A server of the test's own, which distflow's environment knows."""
-    if why := missing_rclone():
-        pytest.skip(why)
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        cli.environment.update(server.environment)
-        yield server
+def s3(running_s3: S3Server, cli: Cli) -> Iterator[S3Server]:
+    """An empty S3 server, which distflow's environment knows. The test may stop or suspend it."""
+    cli.environment.update(running_s3.environment)
+    yield running_s3
+    running_s3.reset()
 
 
 @pytest.fixture

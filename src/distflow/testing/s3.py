@@ -1,7 +1,6 @@
 """A real S3 server for tests, which serves a folder on loopback. It checks signatures and needs no privileges.
 
-Each folder directly below ``data`` is a bucket. A server that the main thread started ends with the test process
-(PDEATHSIG).
+Each folder directly below ``data`` is a bucket. A server that the main thread started ends with the test process.
 """
 
 from __future__ import annotations
@@ -101,6 +100,14 @@ class S3Server:
         """Resume it."""
         if self._process is not None:
             os.kill(self._process.pid, signal.SIGCONT)
+
+    def reset(self) -> None:
+        """Remove all buckets, and let it run again if it was suspended or stopped."""
+        self.thaw()
+        if self._process is None:
+            self.start()
+        for bucket in self.data.iterdir():
+            shutil.rmtree(bucket)
 
     def _answers(self) -> bool:
         if self._process is not None and self._process.poll() is not None:

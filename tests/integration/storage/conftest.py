@@ -12,15 +12,6 @@ from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, missing_sshd
 
 
-@pytest.fixture(scope="session")
-def running_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One server for the tests that do not end it."""
-    if why := missing_rclone():
-        pytest.skip(why)
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
 @pytest.fixture
 def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """The server, with an environment that it lets in."""
