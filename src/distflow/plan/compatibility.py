@@ -18,9 +18,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from distflow.layout.ranks import World
 from distflow.plan.model import ATTEMPT_DIR, PLACEHOLDER, GroupPlan, PlannedFile, TaskBinding, address_of
@@ -63,66 +62,37 @@ def distributed_files(
 ) -> tuple[PlannedFile, ...]:
     """Return ``distributed.json`` and ``.yaml`` of a task; empty for a task that is not a member.
 
-    Both contain the same JSON text, which is also YAML (https://yaml.org/spec/1.2.2, section 1.3).
-    ``values`` are the values of placeholders by name, and ``places`` those of the members' nodes and addresses. What they do
-    not contain stays a placeholder. The files are created when a task is bound, and not stored, because their total size grows
-    with the square of the gang's size.
+    Both contain the same JSON text, which is also YAML (https://yaml.org/spec/1.2.2, section 1.3). ``values`` are the values of
+    placeholders by name, and ``places`` has the nodes and addresses of the members. What they do not contain stays a
+    placeholder. The files are created when a task is bound, and not stored, because their total size grows with the square of
+    the gang's size.
     """
     own = group.launch(task).member
     if own is None:
         return ()
     workflow, attempt, leased = (values.get(name, f"@@{name}@@") for name in ("WORKFLOW_ID", "RETRY_ID", "LEASED_AT"))
-    members = tuple(
-        _Member(
-            one.member,
-            places[one.task].node if one.task in places else f"@@NODE:{one.task}@@",
-            places[one.task].address if one.task in places else address_of(one.task),
-            _job_id(one.task, workflow, attempt),
-            leased,
-        )
-        for one in group.launches
-        if one.member is not None
-    )
-    config = {"group_name": f"task-{workflow}-{group.name}", "member_id": str(own), "required_count": len(members)}
-    listed, own_text = _list_members(members)
-    text = "{\n" + ",\n".join((_as_json({"config": config}), listed, own_text[own])) + "\n}\n"
+    members = {}
+    for number, name in sorted((one.member, one.task) for one in group.launches if one.member is not None):
+        node, address = f"@@NODE:{name}@@", address_of(name)
+        if place := places.get(name):
+            node, address = place.node, place.address
+        members[number] = {
+            "announce_time": leased,
+            "identity": node,
+            "job_id": _job_id(name, workflow, attempt),
+            "member_id": str(number),
+            "network": {"exposed_ports": {}, "local_ips": [address], "public_ips": [address]},
+        }
+    found = {
+        "config": {"group_name": f"task-{workflow}-{group.name}", "member_id": str(own), "required_count": len(members)},
+        "members": list(members.values()),
+        "self": members[own],
+    }
+    text = json.dumps(found) + "\n"  # in one line: an indentation takes ten times as long, for each of N tasks with N members
     return tuple(
         PlannedFile(path=f"{_FOLDER}/{name}", shown=name, text=text, size=len(text.encode()), mode=0o600)
         for name in ("distributed.json", "distributed.yaml")
     )
-
-
-class _Member(NamedTuple):
-    number: int
-    node: str
-    address: str
-    job_id: str
-    announce_time: str
-
-
-@lru_cache(maxsize=4)
-def _list_members(members: tuple[_Member, ...]) -> tuple[str, dict[int, str]]:
-    """Return the part ``members`` of the file, and each member's part ``self`` by number.
-
-    They are cached, because all tasks of an attempt have the same members.
-    """
-    described = {
-        one.number: {
-            "announce_time": one.announce_time,
-            "identity": one.node,
-            "job_id": one.job_id,
-            "member_id": str(one.number),
-            "network": {"exposed_ports": {}, "local_ips": [one.address], "public_ips": [one.address]},
-        }
-        for one in sorted(members)
-    }
-    own = {number: _as_json({"self": one}) for number, one in described.items()}
-    return _as_json({"members": list(described.values())}), own
-
-
-def _as_json(found: object) -> str:
-    """Return a JSON object in several lines, without its braces."""
-    return json.dumps(found, indent=1)[2:-2]
 
 
 def _job_id(task: str, workflow: str = "@@WORKFLOW_ID@@", attempt: str = "@@RETRY_ID@@") -> str:
