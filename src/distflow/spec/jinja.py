@@ -306,8 +306,9 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
             message = f"the template does something that is not allowed: {message}"
         hint = "compute the value outside of the template, and pass it with `--set NAME=VALUE`"
         _refuse(file, _line_of(error.__traceback__), message, hint)
-    except (RecursionError, MemoryError, SyntaxError):
-        _refuse(file, 0, "the template is nested too deeply or needs too much memory")
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        why = f": {error.msg}" if isinstance(error, SyntaxError) else ""
+        _refuse(file, 0, f"the template is not valid, is nested too deeply or needs too much memory{why}")
     except Exception as error:  # noqa: BLE001  an expression of a template may raise anything: 1/0, "a" + 1, [].pop()
         _refuse(file, _line_of(error.__traceback__), f"the template fails: {type(error).__name__}: {error}")
 

@@ -600,7 +600,8 @@ def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecre
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))
         token = gang_token(folder, f"{command.key.workflow}/{command.key.group}/{command.key.attempt}")
     except (OSError, json.JSONDecodeError) as error:
-        raise StateError(f"cannot read the secrets in `{folder}`: {error}; make the files readable, or submit again") from error
+        remedy = "submit the workflow again, or make the files readable if access was denied"
+        raise StateError(f"cannot read the secrets in `{folder}`: {error}; {remedy}") from error
     except LookupError as error:
         raise StateError(f"the workflow's copy of {error.args[0]} is missing; submit the workflow again") from error
     return replace(given, token=token)

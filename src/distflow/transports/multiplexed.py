@@ -35,6 +35,7 @@ _REASON_S = 1.0
 _SILENT_PINGS = 3
 _START_S = 30.0
 _MOST_NOISE = 4 << 20
+_NOT_FOUND = 127
 _SIGNALED = 128
 _NO_CONNECTION = 255
 """The exit code of programs such as ``ssh`` that could not connect."""
@@ -481,11 +482,13 @@ class _HubConnection:
             return NodeUnreachable(self.node, f"{what} before `{self._python}` answered", hint=hint)
         if code > _SIGNALED:
             return NodeUnreachable(self.node, f"signal {code - _SIGNALED} ended `{self._python}` before it answered", hint=hint)
-        remedy = f"install it there; a login without a terminal must find it as `{self._python}`"
-        what = "does not exist" if code == 127 else f"ended with exit code {code} before it answered"
-        return BootstrapFailed(
-            self.node, f"Python 3.8 or newer is needed; `{self._python}` {what}", hint=f"{remedy}\n{hint}".rstrip()
-        )
+        if code == _NOT_FOUND:
+            what = f"Python 3.8 or newer is needed; `{self._python}` does not exist"
+            remedy = f"install it there; a login without a terminal must find it as `{self._python}`"
+        else:
+            what = f"the connection ended with exit code {code} before `{self._python}` answered"
+            remedy = f"check that `{self._python}` is Python 3.8 or newer, and that the login's shell runs commands"
+        return BootstrapFailed(self.node, what, hint=f"{remedy}\n{hint}".rstrip())
 
     def _fail(self, error: TransportError, *, is_broken: bool = True) -> None:
         """End the connection with ``error``. ``is_broken``: hang up ``inner`` first, so that the next call reconnects."""

@@ -61,7 +61,7 @@ def test_a_pool_without_mistakes(checked: Check, slurm: Slurm, tmp_path: Path) -
         ),
         (
             "slurm: {gres: 'gpu:a100'}",
-            "error: login: no node has the generic resource `gpu:a100`\n    change `gres`; the nodes have `gpu:h100`",
+            "error: login: no node has the generic resource `gpu:a100`\n    change `slurm.gres` of the pool; the nodes have",
         ),
         (
             "slurm: {gres: tpu}",

@@ -135,7 +135,7 @@ def test_a_login_shell_that_runs_no_commands(make_node: MakeNode, reach: Reach, 
     if not Path(shell).exists():
         pytest.skip(f"{shell} is not here")
     error = failure(reach, make_node(user="ada", passwd=f"ada:x:12345:12345::/tmp:{shell}"))
-    assert error.detail == f"the login ended with exit code 1 before `{PYTHON}` answered"
+    assert error.detail == f"the connection ended with exit code 1 before `{PYTHON}` answered"
     assert "nologin" in error.hint
     if shell.endswith("nologin"):
         assert "This account is currently not available" in error.hint
@@ -143,7 +143,7 @@ def test_a_login_shell_that_runs_no_commands(make_node: MakeNode, reach: Reach, 
 
 def test_a_login_shell_that_prints_and_exits(make_node: MakeNode, reach: Reach, tmp_path: Path) -> None:
     error = failure(reach, make_node(passwd=f"root:x:0:0::/root:{_menu(tmp_path)}"))
-    assert error.detail == f"the login ended with exit code 0 before `{PYTHON}` answered"
+    assert error.detail == f"the connection ended with exit code 0 before `{PYTHON}` answered"
     assert "Maintenance until Monday" in error.hint
 
 
@@ -161,7 +161,7 @@ def test_a_broken_connection_is_not_a_fault_of_the_node(make_server: MakeServer,
     killer.chmod(0o755)
     server._options["ForceCommand"] = f"exec {killer}"
     server.restart()
-    with pytest.raises(NodeUnreachable, match="the connection broke before the agent answered"):
+    with pytest.raises(NodeUnreachable, match="the connection broke before distflow's process answered"):
         connect(reach(server), ROOT, PYTHON, timeout_s=60)
 
 

@@ -298,6 +298,7 @@ def test_every_round_of_a_loop_looks_at_the_clock() -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
         ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "nested too deeply"),
         ("{% for i in [1] %}" * 40 + "{% endfor %}" * 40, "nested too deeply"),
+        ("{{ dict(a=1, a=2) }}", "the template is not valid, is nested too deeply or needs too much memory: keyword argument"),
         ("{{ 1 }}" * 20_001, "has 20001 tags"),
         ("\n{{ a b }}", "f.yaml:2: error: the template is not valid"),
         ("\necho ${#x[@]}", "f.yaml:2: error: the template is not valid: missing end of comment tag"),

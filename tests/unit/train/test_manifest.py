@@ -131,7 +131,7 @@ def test_one_that_somebody_reads_while_it_is_removed_ends_no_training(tmp_path: 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda path: path.write_text("wieghts"), "a.bin has other contents than were written"),
+        (lambda path: path.write_text("wieghts"), "the checksum of a.bin differs from the one in manifest.json"),
         (lambda path: path.write_text(""), "a.bin has 0 bytes, not 7"),
         (lambda path: path.unlink(), "a.bin: No such file or directory"),
     ],

@@ -82,7 +82,7 @@ def test_every_exception_of_paramiko_is_converted() -> None:
     for one in classes:
         error = one(*ARGUMENTS.get(one.__name__, ("what happened",)))
         with (
-            pytest.raises(NodeUnreachable, match=r"^gpu1: me@gpu1:22: .+, while testing") as caught,
+            pytest.raises(NodeUnreachable, match=r"^gpu1: me@gpu1:22: .+, while distflow was testing") as caught,
             foreign_errors("gpu1", "me@gpu1:22", "testing"),
         ):
             raise error
@@ -180,7 +180,7 @@ def test_a_refused_login_says_what_the_host_answered(keys: int, answers: list[An
 
 @pytest.mark.parametrize("answers", [[ConnectionResetError(104, "reset")], [REFUSED, ConnectionResetError(104, "reset")]])
 def test_network_failure_during_the_login_is_not_a_refusal(answers: list[Any]) -> None:
-    with pytest.raises(NodeUnreachable, match=f"{FAR}: it reset the connection, while logging in") as caught:
+    with pytest.raises(NodeUnreachable, match=f"{FAR}: it reset the connection, while distflow was logging in") as caught:
         log_in(1, answers)
     assert not isinstance(caught.value, AuthenticationRefused)
 

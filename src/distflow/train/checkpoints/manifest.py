@@ -142,7 +142,7 @@ def find_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> lis
             if size != wanted.size:
                 problems.append(f"{name} has {size} bytes, not {wanted.size}")
             elif _digest(path) != wanted.sha256:
-                problems.append(f"{name} has other contents than were written")
+                problems.append(f"the checksum of {name} differs from the one in {MANIFEST}")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
     return problems

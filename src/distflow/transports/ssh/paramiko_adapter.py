@@ -196,7 +196,7 @@ def foreign_errors(node: str, endpoint: str, doing: str = "") -> Iterator[None]:
 def explain(node: str, endpoint: str, error: BaseException | None, doing: str = "") -> NodeUnreachable:
     """Return a ``NodeUnreachable`` that describes ``error``."""
     what, hint = _describe(error)
-    return NodeUnreachable(node, f"{endpoint}: {what}" + (f", while {doing}" if doing else ""), hint=hint)
+    return NodeUnreachable(node, f"{endpoint}: {what}" + (f", while distflow was {doing}" if doing else ""), hint=hint)
 
 
 def _describe(error: BaseException | None) -> tuple[str, str]:

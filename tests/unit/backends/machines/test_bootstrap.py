@@ -160,8 +160,8 @@ def test_other_errors_are_quoted() -> None:
 def test_a_login_that_ended_without_an_answer() -> None:
     assert explain_exit(127, "python3.9", "")[0].startswith("`python3.9` is not on this node")
     assert explain_exit(126, "/x", "")[0] == "`/x` cannot be executed on this node"
-    assert explain_exit(1, "python3", "")[0] == "the login ended with exit code 1 before `python3` answered"
-    assert explain_exit(None, "python3", "")[0] == "the login ended before `python3` answered"
+    assert explain_exit(1, "python3", "")[0] == "the connection ended with exit code 1 before `python3` answered"
+    assert explain_exit(None, "python3", "")[0] == "the connection ended before `python3` answered"
 
 
 def test_a_program_that_is_not_python_is_the_first_suspect() -> None:

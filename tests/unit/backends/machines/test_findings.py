@@ -575,6 +575,10 @@ def test_a_failed_all_reduce_is_an_error_and_a_slow_one_a_warning() -> None:
     failed = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu2", "RuntimeError: Connection refused")))
     assert not failed.can_run
     assert failed.text == "a gang cannot run on both nodes: an all-reduce between them failed"
+    assert failed.findings[0].hint.startswith("training would fail too: check that all ports are open between the nodes")
+    why = "it cannot open a port on 10.0.0.2: OSError: [Errno 99] Cannot assign requested address"
+    (foreign,) = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu1", why))).findings
+    assert foreign.hint == "training would fail too: set the node's `address` to one of its own addresses"
 
 
 def _holding(name: str, **found: Any) -> Measured:

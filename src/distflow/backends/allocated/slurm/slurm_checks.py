@@ -106,7 +106,8 @@ class _Check:
             yield note(
                 "slurm",
                 self._at,
-                "the cluster has no heterogeneous jobs: every node of a group gets the largest resources of its tasks",
+                "the cluster has no heterogeneous jobs: every node of a group gets the largest resources of its tasks, "
+                "which must have one platform",
                 "",
             )
 
@@ -186,7 +187,8 @@ class _Check:
         )
         known = f"the nodes have {listed(sorted(kinds))}" if kinds else "the nodes have none"
         if ":" in wanted:
-            yield error("gpus", self._at, message, f"change `gres`; {known}")
+            key = "`gres` of the platform" if settings.gres else "`slurm.gres` of the pool"
+            yield error("gpus", self._at, message, f"change {key}; {known}")
         else:
             yield warning("gpus", self._at, message, f"tasks that request GPUs cannot run; {known}")
 

@@ -45,14 +45,14 @@ _CAUSES: Mapping[str, str] = MappingProxyType(
 _WITHOUT_TORCH = (
     ", but without torch, which torchrun and distflow.train need: install it, or name a Python that has it with `--python`"
 )
-_PORTS = "training uses ports that the system chooses: all TCP ports above 1023 must be open between the nodes"
+_PORTS = "training uses ports that the system chooses: open all TCP ports above 1023 between the nodes"
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
         "refused": "check that no firewall rejects the connection, and that the address belongs to the node\n"
-        f"{_PORTS}; or set the node's `address`",
-        "timeout": f"a firewall drops the packets, or the networks are not connected\n{_PORTS}; or set the node's `address`",
+        f"{_PORTS}, or set the node's `address`",
+        "timeout": f"a firewall drops the packets, or the networks are not connected\n{_PORTS}, or set the node's `address`",
         "no_route": "check that both are in one network, and that no firewall rejects the connection\n"
-        f"{_PORTS}; or set the node's `address` to an address that the others reach",
+        f"{_PORTS}, or set the node's `address` to an address that the others reach",
         "no_name": "set the node's `address` to an IP address, such as 10.0.0.2",
         "stranger": "set the node's `address` to one of its own addresses",
     }
@@ -298,7 +298,10 @@ def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
     """Yield findings about the all-reduce."""
     if found.failed is not None:
         name, why = found.failed
-        hint = "training would fail too: check that all ports are open between the nodes, and that all have the same torch"
+        remedy = "check that all ports are open between the nodes, and that all have the same torch"
+        if "Cannot assign requested address" in why:
+            remedy = _HINTS["stranger"]
+        hint = f"training would fail too: {remedy}"
         yield error("all-reduce", [name], f"an all-reduce between the nodes failed: {why}", hint)
     elif found.times and found.best < _SLOW:
         hint = "slower than gigabit Ethernet: check that `address` is on the fast network and runs at full speed (`ethtool`)"

@@ -1,7 +1,7 @@
 """Start a distflow service on a node, by one exec of the node's Python.
 
 ``STUB`` is the program that this Python runs. It requests an archive of distflow's sources (``RUNTIME`` or ``STORAGE``) if the
-node does not have it yet, or has it damaged. Archives are named by the SHA-256 of their files, and each is unpacked to its own
+node's copy is missing or damaged. Archives are named by a BLAKE2b hash of their files, and each is unpacked to its own
 directory. ``explain_report`` and ``explain_exit`` return the message and the remedy if the service does not start.
 """
 
@@ -400,11 +400,11 @@ class _Greeting:
     def _failure(self) -> NodeUnreachable | BootstrapFailed:
         if self._is_late:
             return NodeUnreachable(
-                self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.other_output()
+                self._node, f"distflow's process did not answer within {self._timeout_s:g} s", hint=self.other_output()
             )
         code, printed = self._channel.exit_code, self.other_output()
         if code is None and REASON_MARK in printed:
-            return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
+            return NodeUnreachable(self._node, "the connection broke before distflow's process answered", hint=printed)
         what, remedy = explain_exit(code, self._python, printed)
         # The period separates the lines where they are shown as one line.
         return BootstrapFailed(self._node, what, hint=f"{remedy}.\n{printed}" if printed else remedy)
@@ -479,14 +479,14 @@ def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def explain_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, str]:
-    """Return message and remedy for a login that ended with ``exit_code`` and the output ``printed``."""
+    """Return message and remedy for a connection that ended with ``exit_code`` and the output ``printed``."""
     if exit_code == 127:
         return f"`{python}` is not on this node, or not in the PATH of a login without a terminal", _OTHER_PYTHON
     if exit_code == 126:
         return f"`{python}` cannot be executed on this node", _OTHER_PYTHON
     if "Unknown option: -I" in printed:
         return f"Python 3.8 or newer is needed; `{python}` is older than 3.4", _OTHER_PYTHON
-    ended = "the login ended" if exit_code is None else f"the login ended with exit code {exit_code}"
+    ended = "the connection ended" if exit_code is None else f"the connection ended with exit code {exit_code}"
     shell = "the login's shell runs commands (not nologin or false), and that no startup file or ForceCommand exits early"
     return f"{ended} before `{python}` answered", f"check that `{python}` is a Python interpreter, that {shell}"
 
