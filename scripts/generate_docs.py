@@ -489,7 +489,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         (
             ("elastic_min", "`min` must be less than the number of tasks."),
             ("elastic_without_ranks", "An elastic group needs ranks."),
-            ("elastic_literal_world_size", "Values that depend on the size may not be fixed numbers."),
+            ("elastic_literal_world_size", "Values that depend on the number of tasks must not be fixed."),
             ("elastic_mesh", "The strategy must fit every size."),
             ("elastic_names_a_worker", "No task may need the address of a task that may be left out."),
             ("elastic_output", "No task may need the output of a task that may be left out."),

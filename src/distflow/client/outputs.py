@@ -1,6 +1,7 @@
 """List the output files of tasks that have ended or still run, and fetch them from their nodes.
 
-A task's output files are the files in its ``{{output}}`` directory. They stay on the node until ``distflow node clean``.
+A task's output files are the files in its ``{{output}}`` directory. They stay on the node until ``distflow node clean``
+removes them. In pools of Kubernetes, they are lost when the task's pod ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 _TRIES = 3
-"""The maximum number of consecutive connections that transfer nothing. Each connection continues where the last one ended."""
+"""Give up after this many broken connections since the last progress. Each connection continues where the last one ended."""
 _NODES_AT_ONCE = 32
 _FEW_NAMES = 10
 """The maximum number of files that an error names."""
@@ -134,7 +135,7 @@ def list_output_files(
         The files of each task, in the order of the spec. A node's error is part of its result and is not raised.
 
     Raises:
-        InputError: if one of the named tasks has not run, or if no task has run.
+        InputError: if one of the named tasks has not run, or if no task has run in the chosen attempt.
         NotFound: if the workflow does not have one of the tasks, or if a task does not have the attempt.
 
     """
@@ -187,7 +188,7 @@ def fetch_output_files(
         errors are not raised. Reasons are an unreachable node, or too little space for the files in ``folder``.
 
     Raises:
-        InputError: if one of the named tasks has not run, or if no task has run.
+        InputError: if one of the named tasks has not run, or if no task has run in the chosen attempt.
         NotFound: if the workflow does not have one of the tasks, if a task does not have the attempt, or if all nodes have
             answered and one of ``paths`` matches no file.
         StorageError: if ``folder`` cannot be created, or if the results of another workflow cannot be moved.

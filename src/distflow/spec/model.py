@@ -254,7 +254,7 @@ class TaskSpec:
     command: tuple[Text, ...]
     args: tuple[Text, ...] = ()
     image: Text | None = None
-    """The container image, used if the node has a container runtime."""
+    """The container image. The pool and its setting ``container`` decide whether it is used (``docs/containers.md``)."""
     mounts: tuple[Text, ...] = ()
     """``volumeMounts``: directories of the node in the container, ``src`` or ``src:dst``."""
     privileged: bool = False
@@ -286,7 +286,7 @@ class Elastic:
     """The smallest number of tasks that a world may run with."""
 
     least: int
-    """The number of tasks. The tasks with the lowest ranks run."""
+    """The smallest number of tasks. The tasks with the lowest ranks run."""
     wait_s: float = 60.0
     """The seconds to wait for room for all tasks."""
     mark: Mark = Mark("")
@@ -302,7 +302,7 @@ class GroupSpec:
     ignore_nonlead_status: bool | None = None
     """``None``: not stated, which means true, except for a group whose tasks share one world."""
     stop_on_missing_ranks: bool | None = None
-    """``None``: not stated, which means true, unless the ranks may have met before (``docs/diagnosis.md``)."""
+    """``None``: not stated, which means true, unless the ranks may have joined before they failed (``docs/diagnosis.md``)."""
     timeouts: Timeouts = Timeouts()
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()

@@ -252,7 +252,7 @@ def _blame_order(task: TaskRecord, report: FailureReport) -> int:
 
 
 _MEET_S = 120.0
-"""Ranks that fail later than this many seconds after the start may have met before at the rendezvous."""
+"""Ranks that fail later than this many seconds after the start may have joined the rendezvous before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

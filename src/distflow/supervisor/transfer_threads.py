@@ -81,7 +81,7 @@ class ThreadedTransfers:
         sink: Callable[[TransferMoved | TransferEnded], None],
         credentials_for: CredentialsFor = ambient_credentials,
     ) -> None:
-        """Start no transfer yet. ``scratch`` must be on the file system of ``blobs``. It is created when it is needed."""
+        """Start no transfer yet. ``scratch`` must be on the file system of ``blobs``, and is created when it is needed."""
         self._blobs = blobs
         self._scratch = scratch
         self._now = now

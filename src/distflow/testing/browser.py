@@ -38,8 +38,8 @@ def open_chromium(size: Mapping[str, int] | None = None) -> Iterator[Page]:
     path = next(filter(None, map(shutil.which, _NAMES)))
     viewport = cast("ViewportSize", dict(size or {"width": 1280, "height": 800}))
     with sync_playwright() as playwright:
-        # Root cannot use Chromium's sandbox. The tests open only pages of this repository. A process for each page, and one
-        # that replaces a GPU, would take a quarter of the processor time.
+        # Root cannot use Chromium's sandbox. The tests open only pages of this repository. A process for each page and a
+        # software renderer would take a quarter of the processor time.
         options = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-software-rasterizer",
                    "--disable-site-isolation-trials", "--renderer-process-limit=1"]  # fmt: skip
         browser = playwright.chromium.launch(executable_path=path, args=options)

@@ -40,7 +40,7 @@ def parallelize(
 ) -> ParallelPlan:
     """Implement ``World.parallelize``, also for process groups that the program created itself."""
     if strategy is None and (strategy := given_strategy()) is None:
-        # Also on one rank, so that a plan accepts the same options as on several ranks.
+        # Use DDP also on one rank, so that a plan accepts the same options as on several ranks.
         strategy = "ddp"
     placed = place(strategy, world_size())
     if weights is None:
@@ -121,8 +121,8 @@ class ParallelPlan:
         models of Hugging Face are), or a tuple (one argument each). ``targets`` is of the same kinds, or ``None``; a pipeline
         takes one tensor. All tensors are on this rank's device, and are divided along their first dimension into
         ``micro_batches``, by default the strategy's ``gradient_accumulation_steps``. Gradients are reduced over the ranks
-        in the last pass, except by ``local_sgd``. ``loss(outputs, targets)`` returns a mean over samples, with a gradient. A
-        pipeline uses its own number of micro-batches and the loss that it was created with.
+        in the last pass, but not under ``local_sgd`` after its warm-up. ``loss(outputs, targets)`` returns a mean over samples,
+        with a gradient. A pipeline uses its own number of micro-batches and the loss that it was created with.
 
         The result is the mean of this rank's batch: a scalar without a gradient, in the dtype of the loss. All stages of a
         pipeline get it, in torch's default dtype. Raises ``ValueError`` for a batch that cannot be cut into the micro-batches

@@ -48,7 +48,8 @@ class MemoryGuard:
             loss.backward()
 
     All ranks must enter the block in every step. They vote when they leave it, and before each call of a model in
-    ``DistributedDataParallel``, which may begin with collectives. So the block may also move the batch to the GPU.
+    ``DistributedDataParallel``, which may begin with collectives. So a rank may also run out of memory before such a call, for
+    example when it moves the batch to the GPU.
 
     A rank that runs out of memory while others wait in a collective (the backward pass, or the forward pass of a sharded model)
     gets no votes. It raises ``OutOfMemory`` after ``timeout`` seconds, which ends the world.
@@ -71,7 +72,7 @@ class MemoryGuard:
         self._models: list[nn.Module] = []
         """The models in DDP whose calls begin with a vote; in the first step, the models called so far."""
         self._all_calls: RemovableHandle | None = None
-        """The hook on calls of all modules, in each step until one with a model in DDP is complete on all ranks."""
+        """The hook on calls of all modules, in each step, until all ranks have completed a step that calls a model in DDP."""
 
     def __enter__(self) -> MemoryGuard:
         """Begin a step."""

@@ -1,6 +1,6 @@
 """The names that torch does not declare public, as torch 2.13 has them. Only this module uses them.
 
-Tests in ``tests/train`` call these functions, so most changed names of a new torch fail there.
+Tests in ``tests/train`` call these functions, and fail for most names that a new torch changes.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
 
 
 def _without_name(error: DistflowError, pool: str) -> str:
-    """Return the message. It keeps the name of the login node, but not that of the pool, which the result has."""
+    """Return the message. It keeps the name of the login node, but not that of the pool, because the result names the pool."""
     return error.detail if isinstance(error, NodeError) and error.node == pool else error.message
 
 

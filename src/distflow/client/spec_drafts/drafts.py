@@ -179,7 +179,7 @@ def complete_draft(
         nodes: The nodes of the pool, whose GPUs are counted if the numbers are not given.
         count: The number of nodes. Default: that of the draft, or 1.
         gpus: GPUs on each node. Default: that of the draft, or else one for each of the ``ranks``, or else the largest number
-            that ``count`` nodes have. No GPUs if a node has an unknown number, or ``count`` nodes have too few.
+            that ``count`` nodes have. ``None`` if a node has an unknown number, or ``count`` nodes have too few.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU, or 1.
         must_know: Whether an unknown number of processes is an error, for example of ``--nproc_per_node gpu`` with an unknown
             number of GPUs. Otherwise it becomes a note.
@@ -344,5 +344,5 @@ def _scalar(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text that the template renders unchanged. Tokens such as ``{{output}}`` keep their meaning."""
+    """Return the text with ``{%`` and ``{#`` escaped for the template. Tokens such as ``{{output}}`` keep their meaning."""
     return text.replace("{%", "{{ '{%' }}").replace("{#", "{{ '{#' }}")

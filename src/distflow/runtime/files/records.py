@@ -73,7 +73,7 @@ def allocate(dir_fd: int, name: str, size: int) -> int:
 
 
 def first_state(handles: AttemptHandles, runner: int) -> Json:
-    """Return the state of an attempt whose pair has just started. Only the keeper may call it."""
+    """Return the state of an attempt whose runner and keeper have just started. Only the keeper may call it."""
 
     def identity(pid: int) -> Json:
         process = processes.read_process(pid)
@@ -116,7 +116,7 @@ def write_state(fd: int, state: Json) -> None:
 
 
 def read_state(directory: str) -> Optional[Json]:
-    """Return the state of the attempt in ``directory``; None if its pair never started, or if the state cannot be read."""
+    """Return the state of the attempt in ``directory``; None if runner and keeper never started, or if it is unreadable."""
     # A read may overlap a write if the file system does not order them, and the writer may be interrupted halfway.
     for number in range(_TRIES):
         if number:
@@ -230,7 +230,7 @@ def describe_exit(end: Json) -> str:
 
 
 def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
-    """Return the record of an end. ``known`` has known fields, such as ``exit_code``, ``signal`` and ``ended_at``."""
+    """Return the record of an end. ``known`` sets fields, such as ``exit_code``, ``signal`` and ``ended_at``."""
     end: Dict[str, Any] = {
         "exit_code": None,
         "signal": None,

@@ -105,7 +105,7 @@ def record(
     """Record samples in the directory ``dir_fd`` until this process is killed.
 
     The samples cover the descendants of ``keeper``, the container with the id ``container``, and the GPUs ``gpu_ids``. Network
-    counters are those of the process ``command``.
+    counters are those of the interfaces that the process ``command`` sees.
     """
     from distflow.runtime.probes import gpu_usage, host_usage
 

@@ -1,6 +1,6 @@
 """Clip gradients by their norm over the whole model, of which a rank may hold only a part.
 
-torch's ``clip_grad_norm_`` refuses models with tensors on several meshes (tensor parallelism, hybrids). In a pipeline, it
+torch's ``clip_grad_norm_`` refuses models with tensors on several meshes (strategies ``tp`` and ``hybrid``). In a pipeline, it
 would cover only one stage.
 """
 
