@@ -9,7 +9,7 @@ from typing import Literal
 from distflow.documents.document import View
 from distflow.documents.problems import Mark
 from distflow.documents.quantities import parse_duration
-from distflow.documents.urls import parse_url
+from distflow.documents.urls import SecretInUrl, parse_url
 from distflow.errors import InputError
 
 __all__ = ["NotifyTarget", "Trigger", "parse_notify"]
@@ -101,13 +101,15 @@ def _is_url_valid(entry: View) -> bool:
         hint = "store it with `distflow credential set NAME --payload-file url=-`, and write `credential: NAME`"
         entry.add(f"`url` cannot have the scheme `{scheme}://`, only http:// and https://", hint, key="url")
         return False
-    try:
-        if not separator and url.startswith("/"):
-            raise InputError("it is a path")
-        parsed = parse_url(url)
-    except InputError as error:
-        # The error's message may quote the path, which may be a secret.
-        reason = error.message if "`" not in error.message else "it is not a valid URL"
+    parsed, reason = None, "it is a path"
+    if not url.startswith("/"):
+        try:
+            parsed = parse_url(url)
+        except SecretInUrl as error:
+            reason = error.message
+        except InputError:
+            reason = "it is not a valid URL"  # the error's message quotes the path, which may be a secret
+    if parsed is None:
         entry.add(f"`url` cannot be used: {reason}", "write https://host/path, or use `credential` for a secret URL", key="url")
         return False
     if parsed.profile == _SLACK:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace  # noqa: TID251  nodes have no msgspe
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError
 
-__all__ = ["READ_ONLY", "StorageUrl", "parse_dataset", "parse_url"]
+__all__ = ["READ_ONLY", "SecretInUrl", "StorageUrl", "parse_dataset", "parse_url"]
 
 _SCHEMES = ("file", "s3", "gs", "az", "azure", "http", "https", "sftp")
 READ_ONLY = ("http", "https")
@@ -33,6 +33,10 @@ _NO_DRIVER = (
     "for a service with an S3 interface, write s3://bucket/path, and set `override_url` of a DATA credential to its address"
 )
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+class SecretInUrl(InputError):
+    """A URL contains a user or a password. The message does not quote the URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,7 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         )
     container, key = _split(scheme, rest)
     if "@" in container and (":" in container.rpartition("@")[0] or scheme != "sftp"):
-        raise InputError(
+        raise SecretInUrl(
             f"this {scheme}:// URL contains a user or a password, and distflow does not store secrets in URLs",
             hint="remove the part before the `@`, and set a credential: `distflow credential set`",
         )
