@@ -249,7 +249,7 @@ def ray(ray_cluster: RayCluster) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="session")
 def running_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One S3 server for many tests, because each start takes 0.4 s of processor time."""
+    """One S3 server for many tests of a worker."""
     if why := missing_rclone():
         pytest.skip(why)
     with S3Server(tmp_path_factory.mktemp("s3")) as server:

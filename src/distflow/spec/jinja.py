@@ -25,7 +25,7 @@ from distflow.documents.problems import Mark, Problem, ProblemsFound
 from distflow.documents.text import did_you_mean, most_similar
 from distflow.spec.tokens import TOKEN_NAMES
 
-__all__ = ["BoundedEnvironment", "LimitExceeded", "Names", "read_names", "render_template"]
+__all__ = ["BoundedEnvironment", "Names", "read_names", "render_template"]
 
 _MAX_SIZE = 4 << 20
 """The maximum number of characters or items of a value, and of characters of the output."""
@@ -56,7 +56,7 @@ class _LineMarks(Extension):
             yield Token(token.lineno, "data", marked)
 
 
-class LimitExceeded(SecurityError):
+class _LimitExceeded(SecurityError):
     """A template takes too much time or memory."""
 
 
@@ -91,7 +91,7 @@ class BoundedEnvironment(SandboxedEnvironment):
     def check_time(self) -> None:
         """Raise after the deadline."""
         if self._clock() > self._deadline:
-            raise LimitExceeded("the template takes too long to render")
+            raise _LimitExceeded("the template takes too long to render")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute a binary operation, if its result is small enough."""
@@ -142,7 +142,7 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 def _require(fits: bool) -> None:
     if not fits:
-        raise LimitExceeded("the template creates a value that is too large")
+        raise _LimitExceeded("the template creates a value that is too large")
 
 
 def _small(value: Any) -> Any:
@@ -259,7 +259,7 @@ def render_template(
 def _parsed(template: str) -> nodes.Template:
     tags = template.count("{{") + template.count("{%")
     if tags > _MAX_TAGS:
-        raise LimitExceeded(f"the template has {tags} tags, and the maximum is {_MAX_TAGS}")
+        raise _LimitExceeded(f"the template has {tags} tags, and the maximum is {_MAX_TAGS}")
     return BoundedEnvironment(limit_s=60, fence=None).parse(template)
 
 
@@ -272,7 +272,7 @@ def _rendered(template: str, variables: Mapping[str, Any], fence: tuple[str, str
         environment.check_time()
         size += len(piece)
         if size > _MAX_SIZE * (1 if fence is None else 4):
-            raise LimitExceeded(f"the rendered text is larger than {_MAX_SIZE >> 20} MiB")
+            raise _LimitExceeded(f"the rendered text is larger than {_MAX_SIZE >> 20} MiB")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -306,7 +306,7 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
         _refuse(file, error.lineno, f"the template is not valid: {_sentence(error.message)}", hint)
     except SecurityError as error:
         message = _sentence(str(error))
-        if not isinstance(error, LimitExceeded):
+        if not isinstance(error, _LimitExceeded):
             message = f"the template does something that is not allowed: {message}"
         hint = "compute the value outside of the template, and pass it with `--set NAME=VALUE`"
         _refuse(file, _line_of(error.__traceback__), message, hint)
