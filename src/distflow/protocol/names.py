@@ -6,7 +6,6 @@ messages.
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 __all__ = ["ErrorKind", "Operation", "attempt_name", "is_attempt_name", "is_uuid"]
@@ -14,7 +13,7 @@ __all__ = ["ErrorKind", "Operation", "attempt_name", "is_attempt_name", "is_uuid
 
 Operation = Literal[
     "clean", "credit", "hello", "holders", "lease", "listen", "ping", "prepare", "probe", "pull", "reach", "reap", "recall",
-    "release", "run", "stacks", "stage", "start", "stop", "survey", "tail", "uninstall", "untail",
+    "release", "run", "stacks", "stage", "start", "stop", "survey", "tail", "uninstall", "untail", "watch",
 ]  # fmt: skip
 """The field ``op`` of a request."""
 
@@ -25,8 +24,7 @@ ErrorKind = Literal[
 """The field ``kind`` of an error."""
 
 
-_UUID = r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_COMPONENT = r"[A-Za-z0-9_-]+"
+_HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
@@ -37,9 +35,18 @@ def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
 def is_attempt_name(name: object) -> bool:
     """Return whether ``name`` is the name of an attempt. It may come from an untrusted source."""
     parts = name.split("/") if isinstance(name, str) else []
-    return len(parts) == 4 and is_uuid(parts[0]) and all(re.fullmatch(_COMPONENT, part) for part in parts[1:])
+    return len(parts) == 4 and is_uuid(parts[0]) and all(_is_component(part) for part in parts[1:])
 
 
 def is_uuid(name: object) -> bool:
     """Return whether ``name`` is the UUID of a workflow: 32 lowercase hexadecimal digits, with or without four hyphens."""
-    return isinstance(name, str) and re.fullmatch(_UUID, name) is not None
+    if not isinstance(name, str):
+        return False
+    digits = name.replace("-", "")
+    hyphenated = "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+    return len(digits) == 32 and _HEXADECIMAL.issuperset(digits) and name in (digits, hyphenated)
+
+
+def _is_component(text: str) -> bool:
+    """Return whether ``text`` consists of ASCII letters, digits, ``_`` and ``-``, and is not empty."""
+    return text.isascii() and text.replace("-", "_").replace("_", "a").isalnum()

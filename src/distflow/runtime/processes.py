@@ -173,7 +173,7 @@ def output_of(argv: List[str], timeout_s: float) -> Optional[str]:
 
 def boot_id() -> str:
     """Return the kernel's id of this boot."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip()
 
 

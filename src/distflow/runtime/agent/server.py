@@ -111,6 +111,7 @@ class _Agent:
             "tail": self._tail,
             "untail": self._untail,
             "credit": self._credit,
+            "watch": self._watch,
         }
 
     def run(self) -> None:
@@ -179,29 +180,33 @@ class _Agent:
     # -- operations
 
     def _hello(self, request: Json, answer: _Answer) -> None:
-        watches = [self._watches.get(attempt) for attempt in request.get("watch") or []]
         if request.get("idle_timeout_s"):
             self._idle_s = float(request["idle_timeout_s"])
             self._check_idle()
+        lease_dir = str(request.get("lease_dir") or "")
 
-        def on_facts(result: Union[Json, OpError]) -> None:
+        def gather() -> Json:
+            return {"facts": dict(facts.gather_facts(self._root), machine=lease_directory_id(lease_dir), agent_pid=pid)}
+
+        pid = os.getpid()
+        self._watch(request, answer, gather, is_quick=facts.is_quick())
+
+    def _watch(self, request: Json, answer: _Answer, gather: Callable[[], Json] = dict, *, is_quick: bool = True) -> None:
+        watches = [self._watches.get(attempt) for attempt in request.get("watch") or []]
+        absent = [watch.attempt for watch in watches if watch.link is None and self._watches.status(watch)["phase"] == "absent"]
+
+        def work() -> Json:
+            for attempt in absent:  # the supervisor relies on these attempts not running
+                orphans.settle(self._root, attempt)
+            return gather()
+
+        def finish(result: Union[Json, OpError]) -> None:
             statuses = {}
             for watch in watches:
                 watch.reported = statuses[watch.attempt] = self._watches.status(watch)
-            if isinstance(result, OpError):
-                answer.refuse(result)
-            else:
-                answer({"facts": dict(result, agent_pid=os.getpid()), "attempts": statuses})
+            answer.reply(result if isinstance(result, OpError) else dict(result, attempts=statuses))
 
-        lease_dir = str(request.get("lease_dir") or "")
-        absent = [watch.attempt for watch in watches if watch.link is None and self._watches.status(watch)["phase"] == "absent"]
-
-        def gather() -> Json:
-            for attempt in absent:  # the supervisor relies on these attempts not running
-                orphans.settle(self._root, attempt)
-            return dict(facts.gather_facts(self._root), machine=lease_directory_id(lease_dir))
-
-        self._loop.job(gather, on_facts, is_quick=facts.is_quick() and not absent)
+        self._loop.job(work, finish, is_quick=is_quick and not absent)
 
     def _lease(self, request: Json, answer: _Answer) -> None:
         if request.get("gpus") and "users" not in request:

@@ -9,7 +9,6 @@ ends in ``.idx``. ``output.samples`` holds the use of CPU, memory, network, disk
 from __future__ import annotations
 
 import os
-import re
 from typing import List, NamedTuple, Optional, Union
 
 __all__ = [
@@ -32,7 +31,8 @@ INDEX = "output.idx"
 SAMPLES = "output.samples"
 KEPT = 5
 """Number of segments of the tail that are kept."""
-_NAME = r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx|samples)"
+_DIGITS = 18
+"""Maximum number of digits in a name."""
 
 
 class Segment(NamedTuple):
@@ -53,11 +53,14 @@ class Segment(NamedTuple):
 
 def parse(name: str) -> Optional[Segment]:
     """Parse the name of an output file; None for other files."""
-    match = re.fullmatch(_NAME, name)
-    if match is None:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("output") or kind not in ("log", "idx", "samples"):
         return None
-    segment = Segment(int(match.group(1) or 0), int(match.group(2) or 0), match.group(3))
-    return segment if name == (segment.name if segment.kind != "samples" else SAMPLES) else None
+    numbers = stem.split("-")[1:] or ["0", "0"]
+    if len(numbers) != 2 or not all(one.isascii() and one.isdigit() and len(one) <= _DIGITS for one in numbers):
+        return None
+    segment = Segment(int(numbers[0]), int(numbers[1]), kind)
+    return segment if name == (segment.name if kind != "samples" else SAMPLES) else None
 
 
 def is_output(name: str) -> bool:

@@ -76,10 +76,10 @@ def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> st
     path = os.path.normpath(os.path.join(top, relative))
     if known is not None and os.path.dirname(path) in known:
         return path
-    real_top = os.path.realpath(top)
-    parent = os.path.realpath(os.path.dirname(path)) if path != os.path.normpath(top) else real_top
-    if parent != real_top and not parent.startswith(real_top + os.sep):
-        raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
+    if os.path.normpath(top) not in (path, os.path.dirname(path)):
+        real_top, parent = os.path.realpath(top), os.path.realpath(os.path.dirname(path))
+        if parent != real_top and not parent.startswith(real_top + os.sep):
+            raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
     if known is not None:
         known.add(os.path.dirname(path))
     return path

@@ -286,7 +286,7 @@ def lease_directory_id(lease_dir: str) -> str:
 
 def _machine_id() -> str:
     try:
-        with open("/etc/machine-id", encoding="ascii", errors="replace") as file:
+        with open("/etc/machine-id", encoding="utf-8", errors="replace") as file:
             return file.read(64).strip()
     except OSError:
         return ""

@@ -6,7 +6,6 @@ import array
 import fcntl
 import os
 import pwd
-import re
 import socket
 import struct
 import sys
@@ -75,9 +74,12 @@ def _gpus() -> List[str]:
     smi = nvidia_smi()
     text = processes.output_of([smi, "-L"], _NVIDIA_SMI_S) if smi is not None else None
     if text is not None:
+        import re
+
         return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
     # Without nvidia-smi, or with a hanging driver, the device files still show the number of GPUs.
-    return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)]) or _amd_gpus()
+    count = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+    return ["unknown"] * count or _amd_gpus()
 
 
 def _amd_gpus() -> List[str]:
@@ -89,7 +91,7 @@ def _amd_gpus() -> List[str]:
         return found
     for name in names:
         try:
-            with open(os.path.join(_AMD_NODES, name, "gpu_id"), encoding="ascii", errors="replace") as file:
+            with open(os.path.join(_AMD_NODES, name, "gpu_id"), encoding="utf-8", errors="replace") as file:
                 if file.read(32).strip() not in ("", "0"):
                     found.append("AMD")
         except OSError:
@@ -127,7 +129,7 @@ def _ipv4() -> List[Dict[str, str]]:
 def _ipv6() -> List[Dict[str, str]]:
     found: List[Dict[str, str]] = []
     try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
+        with open("/proc/net/if_inet6", encoding="utf-8") as file:
             lines = file.read().split("\n")
     except OSError:
         return found

@@ -259,7 +259,7 @@ def _conditions() -> Json:
 def _memory() -> Optional[Json]:
     found: Dict[str, int] = {}
     try:
-        with open("/proc/meminfo", encoding="ascii", errors="replace") as file:
+        with open("/proc/meminfo", encoding="utf-8", errors="replace") as file:
             for line in file:
                 name, _, value = line.partition(":")
                 if name in ("MemTotal", "MemAvailable"):

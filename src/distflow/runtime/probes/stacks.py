@@ -185,7 +185,7 @@ def _host_rule() -> Optional[int]:
     With 3, no user may.
     """
     try:
-        with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
+        with open("/proc/sys/kernel/yama/ptrace_scope", encoding="utf-8") as file:
             return int(file.read())
     except (OSError, ValueError):
         return None
@@ -281,7 +281,7 @@ def _has_open(pid: int, path: str) -> bool:
 
 
 def _catches(pid: int) -> bool:
-    with open("/proc/{}/status".format(pid), encoding="ascii", errors="replace") as file:
+    with open("/proc/{}/status".format(pid), encoding="utf-8", errors="replace") as file:
         lines: Dict[str, str] = dict(line.split(":", 1) for line in file if ":" in line)
     return bool(int(lines.get("SigCgt", "0").strip(), 16) & 1 << (signal.SIGUSR1 - 1))
 

@@ -126,7 +126,7 @@ class Connection:
             self._watched[key.name] = key
             link = self._link
         if not known and link is not None:
-            self.send("hello", lambda answer: self._report_statuses(answer, [key]), watch=[key.name])
+            self.send("watch", lambda answer: self._report_statuses(answer, [key]), watch=[key.name])
 
     def forget(self, key: AttemptKey) -> None:
         """Stop observing an attempt."""
@@ -423,7 +423,7 @@ class Connection:
         with self._lock:
             late = [key for key in self._watched.values() if key not in keys]
         if late:
-            self.send("hello", lambda answer: self._report_statuses(answer, late), watch=[key.name for key in late])
+            self.send("watch", lambda answer: self._report_statuses(answer, late), watch=[key.name for key in late])
 
     def _report_statuses(self, answer: Mapping[str, Any] | DistflowError, keys: list[AttemptKey]) -> None:
         if isinstance(answer, DistflowError):

@@ -80,9 +80,12 @@ class _Facts(_Form):
     visible_gpus: str | None = None
 
 
-class _Hello(_Form):
-    facts: _Facts
+class _Watch(_Form):
     attempts: dict[str, _Status]
+
+
+class _Hello(_Watch):
+    facts: _Facts
 
 
 class _Ping(_Form):
@@ -275,6 +278,7 @@ _ANSWERS: Mapping[Operation, type[_Form]] = {
     "run": _Run,
     "listen": _Listen,
     "reach": _Reach,
+    "watch": _Watch,
 }
 _EVENTS: Mapping[str, type[_Form]] = {
     "status": _StatusEvent,
