@@ -25,8 +25,8 @@ from lab import Lab, show
 
 from distflow.state.directory import StateDirectory
 from distflow.supervisor.process import is_running
+from distflow.testing.daemons import free_port
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
-from distflow.testing.sshd import free_port
 from distflow.testing.waiting import wait_until
 
 RUNS = 5

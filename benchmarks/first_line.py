@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lab import Lab, alternate, show
 
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 
 HOSTS = 2
 RUNS = 3

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lab import Lab, alternate, show
 
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 
 RUNS = 3
 LIMIT = 1.1

@@ -30,7 +30,7 @@ from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreacha
 from distflow.protocol.names import Operation
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.processes import name_of
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 from distflow.testing.waiting import is_alive, wait_until
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from contract.conftest import processes_with
 from distflow.errors import AgentError
 from distflow.protocol.names import Operation
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:

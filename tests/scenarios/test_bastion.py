@@ -9,8 +9,9 @@ import signal
 
 import pytest
 
+from distflow.testing.daemons import free_port
 from distflow.testing.kernel import Network
-from distflow.testing.sshd import free_port, make_key
+from distflow.testing.sshd import make_key
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 from scenarios.conftest import Cli
 from scenarios.lab import checkout
 

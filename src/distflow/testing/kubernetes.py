@@ -17,7 +17,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from distflow.testing.daemons import free_port
 from distflow.testing.waiting import is_alive, wait_until
 
 __all__ = [
@@ -238,7 +238,7 @@ class KubernetesCluster:
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"pid": os.getpid(), "folder": str(self.folder)}).encode(), 0)
             self.folder.mkdir()
-            (self.folder / "port").write_text(str(_free_port()))
+            (self.folder / "port").write_text(str(free_port("", 20)))
             code = _run(script, "up", self.folder, "2", pass_fds=[lock])
         finally:
             os.close(lock)
@@ -431,13 +431,3 @@ def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, kind)
         yield
-
-
-def _free_port() -> int:
-    """Return the first of 20 consecutive ports that are free now at all addresses."""
-    while True:
-        first = secrets.choice(range(20_000, 30_000))
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for number in range(20):
-                stack.enter_context(socket.socket()).bind(("", first + number))
-            return first

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from distflow.backends.allocated.ray.program import ClusterProgram
 from distflow.errors import DistflowError, NodeUnreachable
-from distflow.testing.sshd import start_daemon
+from distflow.testing.daemons import free_port, start_daemon
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.local import LocalTransport
 
@@ -71,7 +71,8 @@ class RayCluster:
         # A short path, because the paths of the Unix sockets in it must be shorter than 108 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         self._name = secrets.token_hex(8)
-        self._port, self._client_port, self._dashboard_port = _free_ports(3)
+        port = self._port = free_port("", 3)
+        self._client_port, self._dashboard_port = port + 1, port + 2
         self.address = f"{_own_address()}:{self._port}"
         # Disable the monitors of logs and of the autoscaler, which take a sixth of the startup time.
         self._options = [
@@ -281,11 +282,3 @@ def _kill(pids: list[int]) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return pids
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

@@ -15,7 +15,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from distflow.testing.sshd import free_port, start_daemon
+from distflow.testing.daemons import free_port, start_daemon
 from distflow.testing.waiting import wait_until
 
 __all__ = ["S3Server", "missing_rclone"]

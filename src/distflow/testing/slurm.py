@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -19,12 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from distflow.testing.sshd import start_daemon
+from distflow.testing.daemons import SEARCHED, free_port, start_daemon
 from distflow.testing.waiting import is_alive, wait_until
 
 __all__ = ["Slurm", "missing_slurm"]
 
-_SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
 _COMMANDS = ("sacct", "sacctmgr", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _CONFIG = """\
 ClusterName={name}
@@ -68,7 +66,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing_slurm() -> str:
     """Return the reason why no cluster can be started here; empty if one can."""
-    lacking = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=_SEARCHED) is None]
+    lacking = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=SEARCHED) is None]
     if lacking:
         return f"{' and '.join(lacking)} not found: apt-get install slurm-wlm"
     return "" if os.geteuid() == 0 else "root is required to start a Slurm cluster"
@@ -109,7 +107,7 @@ class Slurm:
             (folder / name).mkdir(parents=True, exist_ok=True)
         # A short path, because the paths of the Unix sockets in it must be shorter than 108 bytes.
         self._spool = Path(tempfile.mkdtemp(prefix="slurm-"))
-        port = self._port = _free_ports(nodes + 1)
+        port = self._port = free_port("", nodes + 1)
         lines = _CONFIG.format(
             name="ci",
             # Unique job ids: distflow finds its resident program on a node (`runtime.services.resident`) by the job id, and
@@ -131,7 +129,7 @@ class Slurm:
         self.config.write_text(lines)
         (folder / "gres.conf").write_text("AutoDetect=off\n" + (self._gpu_line(gpus) if gpus else ""))
         for name in _COMMANDS:
-            if (program := shutil.which(name, path=_SEARCHED)) is not None:
+            if (program := shutil.which(name, path=SEARCHED)) is not None:
                 (self.commands / name).write_text(f"#!/bin/sh\nexport SLURM_CONF='{self.config}'\nexec {program} \"$@\"\n")
                 (self.commands / name).chmod(0o755)
 
@@ -262,7 +260,7 @@ class Slurm:
                 raise RuntimeError(f"{name} ended: {(self.folder / 'log' / f'{name}.out').read_text()[-2000:]}")
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
-        found = shutil.which(program, path=_SEARCHED)
+        found = shutil.which(program, path=SEARCHED)
         if found is None:
             raise FileNotFoundError(missing_slurm())
         # The step daemons of a node inherit this working directory. `processes` finds them by it.
@@ -283,13 +281,3 @@ class Slurm:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return pids
-
-
-def _free_ports(count: int) -> int:
-    """Return the first of ``count`` consecutive ports that are free now."""
-    while True:
-        first = secrets.choice(range(10_000, 32_000 - count))
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for number in range(count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + number))
-            return first

@@ -8,25 +8,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distflow.testing.daemons import SEARCHED, free_port, start_daemon
 from distflow.testing.waiting import wait_until
 
-__all__ = ["Sshd", "free_port", "make_key", "missing_sshd", "start_daemon"]
-
-_SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
+__all__ = ["Sshd", "make_key", "missing_sshd"]
 
 
 def missing_sshd() -> str:
     """Return the reason why no server can be started here; empty if one can."""
-    lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=_SEARCHED) is None]
+    lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=SEARCHED) is None]
     return f"{' and '.join(lacking)} not found: apt-get install openssh-server" if lacking else ""
 
 
@@ -38,19 +35,6 @@ def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment
     command = ["ssh-keygen", "-q", "-t", kind, *size, "-N", passphrase, "-C", comment, "-f", str(path)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
     return path
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port that is free at ``address`` now. An empty address means all addresses.
-
-    The port is below the range from which Linux by default takes the ports of outgoing connections, so no connection takes the
-    port before the caller listens on it.
-    """
-    while True:
-        port = secrets.choice(range(10_000, 32_000))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((address, port))
-            return port
 
 
 class Sshd:
@@ -146,7 +130,7 @@ class Sshd:
         if os.getuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self._config.write_text(self._server_config())
-        sshd = shutil.which("sshd", path=_SEARCHED)
+        sshd = shutil.which("sshd", path=SEARCHED)
         if sshd is None:
             raise FileNotFoundError(missing_sshd())
         self._log_read = self.log.stat().st_size if self.log.exists() else 0
@@ -224,27 +208,6 @@ class Sshd:
         }
         keys = "".join(f"HostKey {path}\n" for path in self.host_keys.values())
         return keys + "".join(f"{key} {value}\n" for key, value in given.items())
-
-
-def start_daemon(
-    argv: Sequence[str], log: Path, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a program that runs until it is stopped. Its output is appended to ``log``.
-
-    If the main thread starts it, it gets SIGTERM when this process ends. This needs ``setpriv`` of util-linux. A ``preexec_fn``
-    would do the same without it, but then the kernel copies the page tables of this process, which takes 40 ms with torch.
-    """
-    setpriv = shutil.which("setpriv", path=_SEARCHED) if threading.current_thread() is threading.main_thread() else None
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [setpriv, "--pdeathsig", "TERM", *argv] if setpriv is not None else list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd=cwd,
-            env=env,
-        )
 
 
 def _name(pid: int) -> str:

@@ -16,7 +16,8 @@ import pytest
 
 from distflow.errors import HostKeyUnknown, NodeUnreachable, TransportError
 from distflow.shell import quote
-from distflow.testing.sshd import Sshd, free_port
+from distflow.testing.daemons import free_port
+from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.base import fan_out
 from distflow.transports.ssh.config import SshDestination

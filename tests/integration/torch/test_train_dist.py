@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 from preloaded import Preloaded, start_preloaded
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]

@@ -17,7 +17,7 @@ from distflow.runtime.files.root_directory import MARKER, mark
 from distflow.runtime.files.safe_files import open_locked
 from distflow.runtime.leases import node_leases
 from distflow.runtime.wire import OpError
-from distflow.testing.sshd import free_port
+from distflow.testing.daemons import free_port
 
 NOBODY = 65534
 W1, W2 = "1" * 32, "2" * 32
