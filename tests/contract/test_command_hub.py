@@ -98,7 +98,7 @@ def test_a_reader_that_waits_stops_no_other(make: Callable[..., MultiplexedTrans
     deaf = transport.open(["sh", "-c", f"read word < {tmp_path}/fifo"])
 
     def write() -> None:
-        with pytest.raises(NodeUnreachable, match="the channel is closed"):
+        with pytest.raises(NodeUnreachable, match="the connection to the command is closed"):
             deaf.write(b"x" * 50_000_000)
 
     writer = threading.Thread(target=write)

@@ -127,7 +127,7 @@ def test_a_gang_that_cannot_be_scheduled_shows_the_reason_and_ends_by_its_queue_
     ("image", "python", "status", "words"),
     [
         ("docker.io/local/missing:1", "python3", "FAILED_IMAGE_PULL", "docker.io/local/missing:1"),
-        ("docker.io/local/skel:1", "python4", "FAILED_START_ERROR", "has no such Python"),
+        ("docker.io/local/skel:1", "python4", "FAILED_START_ERROR", "does not have the pool's `python`"),
     ],
 )
 def test_an_image_that_is_missing_or_has_no_python_is_named(

@@ -100,7 +100,7 @@ def test_a_running_workflow_is_followed_and_canceled_without_blocking_the_event_
 
     asyncio.run(follow())
     assert workflow.status == "FAILED_CANCELED"
-    with pytest.raises(InputError, match="no task of long-1 is running: FAILED_CANCELED"):
+    with pytest.raises(InputError, match="no task of long-1 is running; the status of the workflow is FAILED_CANCELED"):
         workflow.exec("true")
 
 

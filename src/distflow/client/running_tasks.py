@@ -248,7 +248,7 @@ def read_stacks(
     chosen = [(group, one) for group, one in choose_tasks(record, names) if one.state in _RUNNING]
     if not chosen:
         given = f"{listed(names)} of {record.id} {'is' if len(names) == 1 else 'are'} not running"
-        message = given if names else f"no task of {record.id} is running: {record.status}"
+        message = given if names else f"no task of {record.id} is running; the status of the workflow is {record.status}"
         raise InputError(message, hint=f"details: distflow workflow query {record.id}")
     pool = client.store.pool(record.uuid)
     asked = [

@@ -186,7 +186,7 @@ class Supervisor:
         self._inbox.put(Wake())
 
     def run(self) -> None:
-        """Work until there is no unfinished workflow.
+        """Work until no workflow is unfinished and no attempt of an ended workflow may still run.
 
         Then wait, for at most a minute, until the allocations of ended workflows are released. New workflows end this wait.
         """
@@ -328,7 +328,7 @@ class Supervisor:
                 for group in record.groups
                 for task in group.attempts
                 if (key := attempt_key(record, group, task)) is not None
-                # An allocated node is known only by its attempts, and its output may still have to be collected.
+                # The backend learns of allocated nodes only from watched attempts, and may still need their output.
                 and (not _is_done(task) or (self._pools[record.pool_key].is_allocated and not group.state.is_final))
             ]
             if keys:
@@ -594,7 +594,7 @@ def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -
 
 
 def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
-    """Return the secrets in ``folder`` of the task to prepare. Raises ``StateError`` if they are missing or unreadable."""
+    """Return, from ``folder``, the secrets of the task to prepare. Raises ``StateError`` if they are missing or unreadable."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))

@@ -18,10 +18,10 @@ _MIN_TIMEOUT_S = 60.0
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
-    Polling takes at most a tenth of a core: the pause between two calls is nine times the duration of the last call, or a
-    twentieth of the time already waited if that is longer, but 0.02 to 1 s. Raises ``TimeoutError`` with ``what`` after
-    ``timeout_s``, but not within the first minute: an action of a second may take half a minute while several tests start
-    processes.
+    With short calls, it takes at most a tenth of a core: the pause between two calls is nine times the duration of the last
+    call, or a twentieth of the time already waited if that is longer, but 0.02 to 1 s. Raises ``TimeoutError`` with ``what``
+    after ``timeout_s``, but not within the first minute: an action of a second may take half a minute while several tests
+    start processes.
     """
     timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
     started = time.monotonic()

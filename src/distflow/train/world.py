@@ -78,7 +78,7 @@ class World:
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
         of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
         Raises ``ValueError`` or ``TypeError`` if model, strategy, options, files and ranks do not fit, ``FileNotFoundError``
-        without files, and ``RuntimeError`` for files without safetensors or with torch before 2.8.
+        without files, and ``RuntimeError`` without the package safetensors or torch 2.8.
         """
         from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
 
@@ -158,7 +158,7 @@ def world() -> World:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the gloo group for votes; ``None`` outside of a world. Do not keep a reference to it (see ``_leave``)."""
+    """Return the gloo group in which ranks vote on errors; ``None`` outside of a world. Do not keep it (see ``_leave``)."""
     return _control
 
 
@@ -198,7 +198,7 @@ def is_debug() -> bool:
 
 
 def _finish_at_exit() -> None:
-    """Leave the world, but not after an exception, because peers may wait in a collective that never ends."""
+    """Leave the world, but not after an exception, because leaving may then wait for ranks that are in a collective."""
     if getattr(sys, "last_value", None) is None:
         finish()
 

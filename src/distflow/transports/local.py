@@ -144,7 +144,7 @@ class LocalChannel:
         with self._writing:
             while view:
                 if self._process is None or self._process.stdin is None or self._is_closed:
-                    raise NodeUnreachable(self._node, "the channel is closed")
+                    raise NodeUnreachable(self._node, "the connection to the command is closed")
                 fd = self._process.stdin.fileno()
                 if not self._wait(fd, select.POLLOUT):
                     raise NodeUnreachable(self._node, "the channel was closed while it was being written to")

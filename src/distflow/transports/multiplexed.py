@@ -278,7 +278,7 @@ class MultiplexedChannel:
             if self._error is not None:
                 raise _copy_of(self._error)
             if self._is_closed or self._input_ended:
-                raise NodeUnreachable(self._connection.node, "the channel is closed")
+                raise NodeUnreachable(self._connection.node, "the connection to the command is closed")
             if self._input_closed or self._is_over:
                 closed = "the command has ended or closed its input"
                 what = closed if self._is_command else "the other side closed the connection"

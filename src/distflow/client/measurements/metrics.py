@@ -76,7 +76,7 @@ def find_metrics(
         attempt: Return only metrics of this attempt, counted from 0. Default: all attempts.
 
     Raises:
-        NotFound: if nothing is found, and one of ``keys`` is not among the metrics that the tasks printed.
+        NotFound: if nothing is found, and the tasks printed metrics, but not all of ``keys``.
 
     """
     found = MetricSeries(client, record, tasks, rank=rank, keys=keys, attempt=attempt)

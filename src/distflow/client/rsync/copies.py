@@ -293,7 +293,7 @@ def _check_task(client: Client, workflow: str, task: str | None, connect_timeout
     if code:
         raise NodeError(
             found.node.name,
-            "rsync is not in PATH on the node, outside of the task's container and `setup`",
+            "rsync is not in the node's PATH; the task's container and `setup` do not count",
             hint=f"install it on the node, {_INSTALL}",
         )
     return record, one.name, found.node.name

@@ -112,7 +112,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the last stage's scalar on every rank, in torch's default dtype: only the last stage knows another one."""
+        """Return the last stage's scalar on every rank, in torch's default dtype, because other stages do not know its own."""
         value = torch.zeros((), device=self._device) if loss is None else loss.detach().to(torch.get_default_dtype())
         dist.broadcast(value, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
         return value
@@ -244,5 +244,5 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
     stage_of: dict[nn.Parameter, int] = {}
     for number, one in enumerate(stages):
         if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):
-            raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier stage; keep its layers in one stage")
+            raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier one; keep layers with it together")
     return stages

@@ -111,7 +111,7 @@ class SshChannel:
         """Send ``data`` to the command's standard input."""
         with self._writing, foreign_errors(self._connection.node, self._connection.endpoint, "writing to a command"):
             if self._is_closed:
-                raise NodeUnreachable(self._connection.node, "the channel is closed")
+                raise NodeUnreachable(self._connection.node, "the connection to the command is closed")
             with self._connection.on_behalf_of(self._channel):
                 _send(self._connection, self._channel, data)
 

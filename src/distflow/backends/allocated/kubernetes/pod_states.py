@@ -287,7 +287,7 @@ def _ended(pod: Pod) -> PodState:
     reason, text = TERMINATIONS.get(word, TERMINATIONS["Error"])
     detail = plain(_text(found.get("message")))[:_LONGEST]
     if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
-        text = f"could not be started: the image `{pod.image}` has no such Python: {detail}"
+        text = f"could not be started: the image `{pod.image}` does not have the pool's `python`: {detail}"
     elif reason is not Reason.OOM_KILLED:
         text += f" with exit code {code}" if isinstance(code, int) else ""
         text += f": {detail}" if detail else ""
@@ -313,7 +313,7 @@ def _starting(pod: Pod) -> PodState:
     if reason is None:
         return PodState(phase=Phase.STARTING, message=f"{text} on {pod.node}")
     if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
-        text = f"its image `{pod.image}` has no such Python"
+        text = f"its image `{pod.image}` does not have the pool's `python`"
     elif reason is Reason.IMAGE_PULL:
         text += f": `{pod.image}`"
         is_final = is_final or _MISSING_IMAGE.search(detail) is not None

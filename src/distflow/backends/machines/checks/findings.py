@@ -153,7 +153,7 @@ def _root(measured: Measured) -> Iterator[Finding]:
     if not root:
         return
     if root["error"]:
-        hint = "make it writable, or set another `root`"
+        hint = "make it writable, free disk space, or set another `root`"
         yield error("root", names, f"its root {root['path']} is not writable: {root['error']}", hint)
     if root["is_noexec"]:
         yield warning(

@@ -381,7 +381,7 @@ class Connection:
     def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
         """Start an agent. The caller's ``with`` block closes the link, whose pings would otherwise keep the agent alive.
 
-        If this try is still running when the last try must begin (``Reconnecting.last_try_in_s``), it is aborted.
+        Aborts this try if it still runs when the last try before ``node_lost_after`` must begin.
         """
         abort = None
         if (last_try_in_s := tries.last_try_in_s) is not None:

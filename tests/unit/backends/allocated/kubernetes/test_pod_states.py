@@ -80,7 +80,7 @@ def disrupted(reason: str) -> dict[str, Any]:
             pod(container("Pending", waiting={"reason": "RunContainerError", "message": NO_PYTHON})),
             Phase.FAILED,
             Reason.START_ERROR,
-            "`i:1` has no such Python",
+            "`i:1` does not have the pool's `python`",
         ),
         (pod(container("Running", running={})), Phase.RUNNING, None, ""),
         (pod(container("Running", running={}), deleted=True), Phase.ENDING, None, "deleted"),
@@ -113,7 +113,7 @@ def disrupted(reason: str) -> dict[str, Any]:
             pod(container("Failed", terminated={"reason": "StartError", "exitCode": 128, "message": NO_PYTHON})),
             Phase.FAILED,
             Reason.START_ERROR,
-            "`i:1` has no such Python",
+            "`i:1` does not have the pool's `python`",
         ),
         (
             pod(container("Failed", terminated={"reason": "Error", "exitCode": 1})),
