@@ -9,7 +9,6 @@ from __future__ import annotations
 import _posixsubprocess
 import atexit
 import ctypes
-import dataclasses
 import fcntl
 import gc
 import importlib
@@ -335,9 +334,9 @@ def _modules_of_distflow() -> Iterator[str]:
     for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
         if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
             yield module.name
-            # msgspec inspects a dataclass once per process, before it decodes the first one.
+            # msgspec inspects a struct once per process, before it decodes the first one.
             for kind in vars(sys.modules[module.name]).values():
-                if isinstance(kind, type) and kind.__module__ == module.name and dataclasses.is_dataclass(kind):
+                if isinstance(kind, type) and kind.__module__ == module.name and issubclass(kind, msgspec.Struct):
                     with suppress(Exception):  # not every class can be decoded
                         msgspec.convert({}, kind)
     yield from ("jsonschema", "encodings.idna")

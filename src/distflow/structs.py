@@ -1,7 +1,7 @@
 """Copy frozen records of either kind, ``msgspec.Struct`` or dataclass, and create them from plain values.
 
-The records that ``workflow query`` and ``workflow list`` import are structs, because Python needs 1 ms to define a frozen
-dataclass and only 0.05 ms to define a struct. Most other records are dataclasses.
+Most records are structs, because Python needs 0.4 ms to define a frozen dataclass, but only 0.02 ms to define a struct, and
+there are hundreds. Modules that also run on nodes, where msgspec is missing, and the Python APIs have dataclasses.
 """
 
 from __future__ import annotations

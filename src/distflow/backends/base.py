@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
 
 from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
@@ -66,8 +67,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptKey:
+class AttemptKey(Struct, frozen=True, kw_only=True):
     """One attempt of a task, and its node."""
 
     workflow: str
@@ -83,8 +83,7 @@ class AttemptKey:
         return attempt_name(self.workflow, self.group, self.task, self.attempt)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRequest:
+class LeaseRequest(Struct, frozen=True, kw_only=True):
     """A gang's request to its nodes: everything is leased, or nothing."""
 
     workflow: str
@@ -128,8 +127,7 @@ class LeaseRequest:
         return AttemptKey(workflow=self.workflow, group=self.group, task=task, attempt=self.attempt, node=self.nodes[task])
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRef:
+class CheckpointRef(Struct, frozen=True):
     """One of a task's checkpoint directories."""
 
     number: int
@@ -138,14 +136,12 @@ class CheckpointRef:
     """Whether it is collected after the task has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Observed:
+class _Observed(Struct, frozen=True, kw_only=True):
     at: float
     """Time by the submitter's clock (``backends.steady``), in seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUp(_Observed):
+class NodeUp(_Observed, frozen=True, kw_only=True):
     """A node is connected. The status of its attempts follows as separate observations."""
 
     pool: str
@@ -159,8 +155,7 @@ class NodeUp(_Observed):
     """Id of the lease directory: nodes with the same id share their lease files. Empty if unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeDown(_Observed):
+class NodeDown(_Observed, frozen=True, kw_only=True):
     """A node is unreachable at present. Its tasks may still run."""
 
     pool: str
@@ -174,8 +169,7 @@ class NodeDown(_Observed):
     """Whether the engine that allocated the node is unreachable too. Then it is unknown whether the node has failed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leased(_Observed):
+class Leased(_Observed, frozen=True, kw_only=True):
     """A gang has leased its nodes, GPUs and port."""
 
     workflow: str
@@ -184,8 +178,7 @@ class Leased(_Observed):
     binding: Binding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRefused(_Observed):
+class LeaseRefused(_Observed, frozen=True, kw_only=True):
     """A gang's lease request failed, so the gang holds nothing."""
 
     workflow: str
@@ -202,8 +195,7 @@ class LeaseRefused(_Observed):
     """Task → node, for each node that must first build the Python environment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseWaits(_Observed):
+class LeaseWaits(_Observed, frozen=True, kw_only=True):
     """A gang waits for nodes of an engine, or for connections to them. The lease request is still open."""
 
     workflow: str
@@ -212,13 +204,11 @@ class LeaseWaits(_Observed):
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfAttempt(_Observed):
+class _OfAttempt(_Observed, frozen=True, kw_only=True):
     key: AttemptKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VenvProgress(_OfAttempt):
+class VenvProgress(_OfAttempt, frozen=True, kw_only=True):
     """The Python environment of the task is being built on its node. The attempt does not exist yet."""
 
     message: str
@@ -226,8 +216,7 @@ class VenvProgress(_OfAttempt):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VenvBuilt(_OfAttempt):
+class VenvBuilt(_OfAttempt, frozen=True, kw_only=True):
     """The task's node has the Python environment."""
 
     tool: str
@@ -235,8 +224,7 @@ class VenvBuilt(_OfAttempt):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VenvFailed(_OfAttempt):
+class VenvFailed(_OfAttempt, frozen=True, kw_only=True):
     """The Python environment could not be built on the task's node."""
 
     message: str
@@ -244,8 +232,7 @@ class VenvFailed(_OfAttempt):
     """False if the node was unreachable, so that another try or another node may succeed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging(_OfAttempt):
+class Staging(_OfAttempt, frozen=True, kw_only=True):
     """The task's files are being copied to the node, the node fetches an input, or it pulls the container image."""
 
     sent: int
@@ -257,13 +244,11 @@ class Staging(_OfAttempt):
     """The container image that is being pulled, whose size is unknown; otherwise empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared(_OfAttempt):
+class Prepared(_OfAttempt, frozen=True, kw_only=True):
     """The node has everything for the start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareFailed(_OfAttempt):
+class PrepareFailed(_OfAttempt, frozen=True, kw_only=True):
     """The attempt cannot be prepared or started, and the backend no longer tries."""
 
     message: str
@@ -273,8 +258,7 @@ class PrepareFailed(_OfAttempt):
     """Whether an input was the cause."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotBrought(_OfAttempt):
+class NotBrought(_OfAttempt, frozen=True, kw_only=True):
     """The node cannot fetch an input itself. The attempt has no other problem."""
 
     number: int
@@ -282,8 +266,7 @@ class NotBrought(_OfAttempt):
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started(_OfAttempt):
+class Started(_OfAttempt, frozen=True, kw_only=True):
     """The command has started."""
 
     pid: int | None
@@ -295,16 +278,14 @@ class Started(_OfAttempt):
     """The attempt's directory on the node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopAccepted(_OfAttempt):
+class StopAccepted(_OfAttempt, frozen=True, kw_only=True):
     """The stop has begun: the command, if it runs, has got TERM."""
 
     grace_s: float | None = None
     """Time between TERM and KILL; ``None`` if the report is not the answer to a ``stop``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(_OfAttempt):
+class Ended(_OfAttempt, frozen=True, kw_only=True):
     """The attempt has ended. Its processes were ended before, as far as the node or the engine could do that."""
 
     end: Mapping[str, object]
@@ -316,18 +297,15 @@ class Ended(_OfAttempt):
     """Whether there are files in its ``{{output}}``; ``None`` if that is not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released(_OfAttempt):
+class Released(_OfAttempt, frozen=True, kw_only=True):
     """The lease was released before anything had started."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Absent(_OfAttempt):
+class Absent(_OfAttempt, frozen=True, kw_only=True):
     """The node has no such attempt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collecting(_OfAttempt):
+class Collecting(_OfAttempt, frozen=True, kw_only=True):
     """The output or a checkpoint is being packed or copied here."""
 
     checkpoint: CheckpointRef | None = None
@@ -340,8 +318,7 @@ class Collecting(_OfAttempt):
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected(_OfAttempt):
+class Collected(_OfAttempt, frozen=True, kw_only=True):
     """The output or a checkpoint was packed as a tar archive. It is in this machine's blob store, unless ``is_everywhere``."""
 
     checkpoint: CheckpointRef | None = None
@@ -356,31 +333,26 @@ class Collected(_OfAttempt):
     """Whether the archive stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectFailed(_OfAttempt):
+class CollectFailed(_OfAttempt, frozen=True, kw_only=True):
     """The output or this checkpoint cannot be collected, and the backend no longer tries."""
 
     checkpoint: CheckpointRef | None = None
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogComplete(_OfAttempt):
+class LogComplete(_OfAttempt, frozen=True, kw_only=True):
     """The log sink gets no more output of the attempt: the output is complete, or the allocation of its node has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLost(_OfAttempt):
+class OutputLost(_OfAttempt, frozen=True, kw_only=True):
     """Output of the running attempt is being lost, because its node cannot store it, usually on a full disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputWaits(_OfAttempt):
+class OutputWaits(_OfAttempt, frozen=True, kw_only=True):
     """Output of the attempt, and perhaps of others, stays on its node: this machine has no room for it now, or a disk error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unanswered(_OfAttempt):
+class Unanswered(_OfAttempt, frozen=True, kw_only=True):
     """A command to prepare, start, stop or release has no result yet.
 
     The connection broke, or the agent answered a stop or a release with an error.
@@ -389,8 +361,7 @@ class Unanswered(_OfAttempt):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectUnanswered(_OfAttempt):
+class CollectUnanswered(_OfAttempt, frozen=True, kw_only=True):
     """The connection broke before an output or a checkpoint was complete."""
 
     checkpoint: CheckpointRef | None = None

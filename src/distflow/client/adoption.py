@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.backends.machines.cleanup import Recalled
 from distflow.client.client import Client
@@ -43,8 +44,7 @@ _MAX_URLS = 3
 _NO_RECORD = "no node has a copy of its record: its submission was incomplete, or an old version of distflow submitted it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundWorkflow:
+class FoundWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow that was found on the nodes of a pool, with a readable copy of its record."""
 
     uuid: str
@@ -56,8 +56,7 @@ class FoundWorkflow:
     """The attempts that were found, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdoptedWorkflow:
+class AdoptedWorkflow(Struct, frozen=True, kw_only=True):
     """The result for one workflow that was found on nodes."""
 
     uuid: str
@@ -68,8 +67,7 @@ class AdoptedWorkflow:
     """The reason why it was not adopted, or empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adoption:
+class Adoption(Struct, frozen=True, kw_only=True):
     """The result of a search for workflows on nodes."""
 
     workflows: tuple[AdoptedWorkflow, ...]

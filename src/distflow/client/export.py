@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.client.notifications.targets import own_targets
@@ -29,8 +30,7 @@ from distflow.structs import replace
 __all__ = ["Exported", "Kind", "export_to_kubernetes", "export_to_osmo", "export_to_slurm"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class Exported(Struct, frozen=True, kw_only=True):
     """A spec in the format of another system."""
 
     text: str

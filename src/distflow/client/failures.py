@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.client.workflows import group_of
@@ -33,8 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFailure:
+class GroupFailure(Struct, frozen=True, kw_only=True):
     """The failure of one attempt of a group."""
 
     group: GroupRecord
@@ -59,8 +59,7 @@ class GroupFailure:
         return {task.node or "": task.end.clock for task in ended if task.end and task.end.clock}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiagnosedGroup:
+class DiagnosedGroup(Struct, frozen=True, kw_only=True):
     """The diagnoses of one attempt of a group that failed or may hang, or whose use of resources can be improved."""
 
     group: GroupRecord

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.client.workflows import held_ranks, pause
@@ -246,8 +247,7 @@ def rank_of(text: str, held: range) -> int | None:
     return rank if rank in held else None
 
 
-@dataclass(frozen=True, slots=True)
-class _RankChoice:
+class _RankChoice(Struct, frozen=True):
     """The chosen ranks of a task."""
 
     held: range

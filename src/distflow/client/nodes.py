@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+from msgspec import Struct
 
 from distflow.backends.machines.cleanup import (
     Cleaned,
@@ -275,8 +276,7 @@ def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = 
     return list(answers)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuUse:
+class GpuUse(Struct, frozen=True):
     """The use of a GPU by a task or another process."""
 
     state: Literal["mine", "other", "foreign"]

@@ -10,10 +10,11 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.client.previous_outputs import OutputSource, output_source
@@ -46,8 +47,7 @@ _FEW_NAMES = 10
 """The maximum number of files that an error names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFile:
+class OutputFile(Struct, frozen=True, kw_only=True):
     """A file of a task on its node."""
 
     path: str
@@ -60,8 +60,7 @@ class OutputFile:
     """The relative target of a symbolic link to a path inside the output directory. Otherwise empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOutputs:
+class TaskOutputs(Struct, frozen=True, kw_only=True):
     """The output files of one task."""
 
     task: str
@@ -76,8 +75,7 @@ class TaskOutputs:
     """Why the files are unknown or could not be fetched. For example, the node is unreachable."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputProgress:
+class OutputProgress(Struct, frozen=True, kw_only=True):
     """The progress of ``fetch_output_files``."""
 
     done: int
@@ -92,8 +90,7 @@ OnOutputProgress = Callable[[OutputProgress], None]
 """A progress callback. It is called often. Several threads call it, but only one at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedFiles:
+class FetchedFiles(Struct, frozen=True, kw_only=True):
     """The result of ``fetch_output_files``."""
 
     folders: Mapping[str, Path]
@@ -215,8 +212,7 @@ def fetch_output_files(
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Task:
+class _Task(Struct, kw_only=True):
     """A task and its files."""
 
     source: OutputSource

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.documents.requirements import Requirements
@@ -40,8 +41,7 @@ UsageByNode = Mapping[tuple[str, str], Sequence[tuple[str, Demand]]]
 """The names of tasks and their resources, by pool and node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUsage:
+class NodeUsage(Struct, frozen=True, kw_only=True):
     """A node and the resources that tasks hold on it."""
 
     pool: Pool
@@ -169,8 +169,7 @@ def usage_by_node(client: Client) -> UsageByNode:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolCheck:
+class PoolCheck(Struct, frozen=True, kw_only=True):
     """The measurements of a pool's nodes, and the verdict whether a gang can run on them."""
 
     pool: Pool

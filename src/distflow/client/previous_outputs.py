@@ -6,9 +6,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.documents.problems import Problem
@@ -38,8 +39,7 @@ _TRIES = 3
 """The maximum number of connections for one output. Each continues the transfer of the previous one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSource:
+class OutputSource(Struct, frozen=True, kw_only=True):
     """The location of a task's output."""
 
     shown: str
@@ -51,8 +51,7 @@ class OutputSource:
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchProgress:
+class FetchProgress(Struct, frozen=True, kw_only=True):
     """The progress of the transfer of one task's output, in bytes."""
 
     source: str

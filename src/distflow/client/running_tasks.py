@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.inspection import InspectedTask, TaskStacks, collect_stacks
@@ -48,8 +49,7 @@ __all__ = [
 _RUNNING = (State.RUNNING, State.STOPPING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningTask:
+class RunningTask(Struct, frozen=True, kw_only=True):
     """A running task and the data needed to start a command alongside it."""
 
     task: str
@@ -157,8 +157,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandsEnded:
+class CommandsEnded(Struct, frozen=True, kw_only=True):
     """The results of one command that was run alongside several tasks."""
 
     codes: tuple[int, ...]
@@ -268,8 +267,7 @@ _READ = 65536
 _CHECK_EVERY_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardedPort:
+class ForwardedPort(Struct, frozen=True, kw_only=True):
     """A port of this machine that is forwarded to a port of a node."""
 
     host: str

@@ -8,8 +8,9 @@ import re
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.client.client import Client
 from distflow.client.credentials import credential_problems
@@ -55,8 +56,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overrides:
+class Overrides(Struct, frozen=True, kw_only=True):
     """Values that the user gives in addition to a spec."""
 
     sets: tuple[tuple[str, str], ...] = ()
@@ -67,8 +67,7 @@ class Overrides:
     """Secret environment variables for every task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedSpec:
+class CheckedSpec(Struct, frozen=True, kw_only=True):
     """A spec without errors."""
 
     spec: WorkflowSpec
@@ -367,8 +366,7 @@ class _SpecChecks:
 _ID = re.compile(r"[A-Za-z].*-[0-9]+|[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviousWorkflow:
+class PreviousWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow that was submitted before."""
 
     record: WorkflowRecord

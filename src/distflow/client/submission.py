@@ -8,9 +8,10 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from distflow.backends.registry import require_supported, unknown_hosts
 from distflow.client.client import Client, now, user_name
@@ -74,8 +75,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitRequest:
+class SubmitRequest(Struct, frozen=True, kw_only=True):
     """A spec to submit and the options of its submission."""
 
     spec: str
@@ -95,8 +95,7 @@ class SubmitRequest:
     """The priority in the queue. Default: that of the workflow to submit again, or else ``NORMAL``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedWorkflow:
+class PlannedWorkflow(Struct, frozen=True, kw_only=True):
     """A checked spec with a plan that fits its pool, as ``submit`` needs it."""
 
     checked: CheckedSpec
@@ -473,8 +472,7 @@ def _check_credentials(client: Client, planned: PlannedWorkflow, kept: Mapping[s
         check_credentials(parse_url(url), client.credentials_for())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRestart:
+class PlannedRestart(Struct, frozen=True, kw_only=True):
     """A checked and planned restart, as ``restart`` needs it."""
 
     previous: PreviousWorkflow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.diagnosis.ends import HIDDEN, by_kernel, by_other_ends
 from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, Hit, Level, TaskOutcome, hits_in
@@ -25,8 +26,7 @@ _FRAME = re.compile(r' *File "(.+)", line (\d+)')
 _LIBRARY = re.compile(r"^<frozen |/(?:site|dist)-packages/|/lib(?:64)?/python3")
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(Struct, frozen=True):
     """A rule that matches, the lines that it matches, and the details that it finds in them."""
 
     rule: Rule

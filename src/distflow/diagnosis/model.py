@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+
+from msgspec import Struct
 
 from distflow.lifecycle.states import Reason
 
@@ -27,8 +28,7 @@ class Level(IntEnum):
     """The symptom only shows that another process disappeared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOutcome:
+class TaskOutcome(Struct, frozen=True, kw_only=True):
     """One attempt of a task: its output and its end."""
 
     task: str
@@ -49,8 +49,7 @@ class TaskOutcome:
         return f"{self.task} on {self.node}" if self.node else self.task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstFailure:
+class FirstFailure(Struct, frozen=True, kw_only=True):
     """The failure that distflow recorded or found as the first cause."""
 
     task: str
@@ -63,8 +62,7 @@ class FirstFailure:
     """The traceback of the Python exception that ended that rank; empty if none is known."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True, dict=True):
     """One attempt of a group."""
 
     outcomes: tuple[TaskOutcome, ...]
@@ -90,8 +88,7 @@ class Case:
         return f"rank {rank} ({outcome.place})" if outcome else f"rank {rank}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hit:
+class Hit(Struct, frozen=True, kw_only=True):
     """A line that shows a symptom."""
 
     outcome: TaskOutcome
@@ -112,8 +109,7 @@ class Hit:
         return self.outcome.place if self.rank is None else f"rank {self.rank} ({self.outcome.place})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True, kw_only=True):
     """A cause, its evidence, and its remedy."""
 
     key: str

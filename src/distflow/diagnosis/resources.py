@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
+
+from msgspec import Struct
 
 from distflow.diagnosis.model import Diagnosis
 from distflow.diagnosis.rules import Rule
@@ -90,8 +91,7 @@ ERRORS = Rule(
 RESOURCE_RULES = (ERRORS, THERMAL, IDLE, INPUT, UNEQUAL, GROWTH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceUse:
+class ResourceUse(Struct, frozen=True, kw_only=True):
     """The resource samples of one task of a group."""
 
     node: str
@@ -103,8 +103,7 @@ class ResourceUse:
         return f"{self.samples.task} on {self.node}" if self.node else self.samples.task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPace:
+class RankPace(Struct, frozen=True, kw_only=True):
     """The duration of a step of one rank, without waiting for others, as its ``StepTimer`` printed it."""
 
     task: str
@@ -113,8 +112,7 @@ class RankPace:
     step_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Gpu:
+class _Gpu(Struct, frozen=True):
     """One GPU in the recent part of a run."""
 
     use: ResourceUse

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.diagnosis import explanations
 from distflow.diagnosis.model import Case, Hit, Level
@@ -20,8 +21,7 @@ Explain = Callable[[Case, Sequence[Hit]], str | None]
 """A function that returns the details of a cause from the lines that show it; ``None`` if the lines mean another cause."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Struct, frozen=True, kw_only=True):
     """One cause."""
 
     key: str

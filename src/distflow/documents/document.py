@@ -10,8 +10,9 @@ that check found wrong types. A ``View`` therefore returns only values of the ri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from msgspec import Struct, field
 
 from distflow.documents.problems import Mark, Problem, Severity
 from distflow.errors import InvalidValue
@@ -22,8 +23,7 @@ Path = tuple[str | int, ...]
 """Keys and positions from the top of a document to one of its parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     """A string of a document, with the place of each of its lines."""
 
     value: str
@@ -38,8 +38,7 @@ class Text:
         return self.lines[line] if line < len(self.lines) else self.mark
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Struct, frozen=True, kw_only=True):
     """The place of one part of a document."""
 
     mark: Mark
@@ -54,8 +53,7 @@ class Place:
     """One mark for each line of a scalar of several lines; empty if all lines are at ``mark``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class Document(Struct, frozen=True, kw_only=True):
     """The content of a file, with the place of every part."""
 
     file: str
@@ -114,8 +112,7 @@ def _whole_file(file: str) -> Place:
 Parsed = TypeVar("Parsed")
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """A mapping in a document, with a list that collects findings."""
 
     document: Document

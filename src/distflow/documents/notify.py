@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
+
+from msgspec import Struct
 
 from distflow.documents.document import View
 from distflow.documents.problems import Mark
@@ -33,8 +34,7 @@ class Trigger(str, Enum):
 _DEFAULT = (Trigger.COMPLETED, Trigger.FAILED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotifyTarget:
+class NotifyTarget(Struct, frozen=True, kw_only=True):
     """An entry of ``notify``. It has exactly one of ``url``, ``credential`` and ``command``."""
 
     on: tuple[Trigger, ...] = _DEFAULT

@@ -7,17 +7,17 @@ needs a correct document raises all of them as one ``ProblemsFound``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.errors import InputError
 
 __all__ = ["Mark", "Problem", "ProblemsFound", "Severity", "errors_of", "in_document_order", "raise_errors"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Mark:
+class Mark(Struct, frozen=True, order=True):
     """A place in a file."""
 
     file: str
@@ -41,8 +41,7 @@ class Severity(str, Enum):
     """The document can be used, but the user should check it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Struct, frozen=True, kw_only=True):
     """One finding about a document."""
 
     where: Mark

@@ -13,10 +13,11 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
 
 from distflow.documents.document import Document, Path, Place, path_text
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
@@ -51,8 +52,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
 """Parts of PyYAML's messages, and the messages to print instead."""
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(Struct, eq=False):
     """A part of the document while the tree is built. An alias is represented by the node of its anchor."""
 
     index: int

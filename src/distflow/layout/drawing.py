@@ -17,7 +17,8 @@ line states the scale. Of more than 24 tasks only some are drawn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.layout.ranks import World
 
@@ -28,8 +29,7 @@ _MANY = 24
 _LEGEND = {"!": "claimed more than once", ".": "claimed by no task", ">": "beyond the world size"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class Bar(Struct, frozen=True, kw_only=True):
     """The ranks that one task claims."""
 
     name: str
@@ -140,8 +140,7 @@ def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | 
     return shown
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
+class _Scale(Struct, frozen=True):
     """Converts ranks to columns."""
 
     span: int

@@ -13,9 +13,10 @@ one by one, beginning with the last in the order of ranks. Required ones are nev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice, product
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from distflow.pools.model import Node
 from distflow.spec.model import TopologyRequest
@@ -31,8 +32,7 @@ _Request = tuple[object, ...]
 _UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(Struct, frozen=True, kw_only=True):
     """The resources and properties that one task requests of its node."""
 
     task: str
@@ -52,8 +52,7 @@ class Demand:
     """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Free:
+class Free(Struct, frozen=True, kw_only=True):
     """The free resources of a node; ``None`` means not known, and is not checked."""
 
     node: str
@@ -80,16 +79,14 @@ class Free:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(Struct, frozen=True, kw_only=True):
     """A node for every task."""
 
     nodes: Mapping[str, str]
     """The node of each task, in the order of the tasks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unplaced:
+class Unplaced(Struct, frozen=True, kw_only=True):
     """A task for which no node has room together with the rest of its gang."""
 
     task: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from posixpath import normpath
+
+from msgspec import Struct
 
 from distflow.documents.requirements import Requirements
 from distflow.layout.checks.elastic import remaining_tasks
@@ -48,8 +49,7 @@ def compile_plan(
     return Plan(name=spec.name, pool=pool, groups=groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedOutput:
+class FetchedOutput(Struct, frozen=True, kw_only=True):
     """The output of a task of an earlier workflow, as an archive in the blob store."""
 
     digest: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from distflow.plan.model import Launch, PlannedCredential
 from distflow.plan.tokens import place_of
@@ -15,8 +16,7 @@ from distflow.storage.credentials import Identity
 __all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "registry_of", "stored_name"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenSecrets:
+class GivenSecrets(Struct, frozen=True, kw_only=True):
     """All secrets of one task."""
 
     variables: Mapping[str, Secret] = field(default_factory=lambda: MappingProxyType({}))

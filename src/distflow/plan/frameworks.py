@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from distflow.layout.checks.launchers import PythonCommand, python_command
 from distflow.layout.ranks import TaskRanks, World
@@ -21,8 +22,7 @@ __all__ = ["FRAMEWORKS", "LAUNCHERS", "Framework", "StartCommand", "WorldTask", 
 _ADDRESS, _PORT = "@@MASTER_ADDR@@", "@@MASTER_PORT@@"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorldTask:
+class WorldTask(Struct, frozen=True, kw_only=True):
     """One task of a world, and the command that the spec gives it."""
 
     group: str
@@ -73,8 +73,7 @@ class WorldTask:
         return (*(("-m",) if self.python.is_module else ()), self.python.target, *self.python.arguments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartCommand:
+class StartCommand(Struct, frozen=True, kw_only=True):
     """The command that a task finally runs."""
 
     argv: tuple[str, ...]
@@ -83,8 +82,7 @@ class StartCommand:
     files: tuple[PlannedFile, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Framework:
+class Framework(Struct, frozen=True, kw_only=True):
     """An entry of ``FRAMEWORKS`` or ``LAUNCHERS``."""
 
     start: Callable[[WorldTask], StartCommand]

@@ -11,11 +11,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import yaml
+from msgspec import Struct
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound
 from distflow.errors import InputError
@@ -110,8 +110,7 @@ def _refusal(where: Mark, message: str, hint: str) -> ProblemsFound:
     return ProblemsFound([Problem(where=where, message=message, hint=hint)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Struct, frozen=True):
     plan: Plan
     group: GroupPlan
     spec: GroupSpec

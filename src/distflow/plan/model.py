@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.documents.requirements import Requirements
 from distflow.layout.ranks import TaskRanks, World
@@ -75,8 +76,7 @@ def address_of(task: str) -> str:
     return f"@@ADDRESS:{task}@@"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
+class PlannedFile(Struct, frozen=True, kw_only=True):
     """A file or directory that is created in the attempt's directory before the command starts."""
 
     path: str
@@ -100,8 +100,7 @@ class PlannedFile:
     """Whether its files may move to a later attempt with the same archive, if the task has ended and did not change them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCredential:
+class PlannedCredential(Struct, frozen=True, kw_only=True):
     """A credential of one task, which gets it as variables or as a directory."""
 
     name: str
@@ -113,8 +112,7 @@ class PlannedCredential:
     """The directory in the spec."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCheckpoint:
+class PlannedCheckpoint(Struct, frozen=True, kw_only=True):
     """A directory of a task, which is copied while the task runs and after its end, and given to the task's next attempt."""
 
     place: str
@@ -133,8 +131,7 @@ class PlannedCheckpoint:
         return not self.url
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(Struct, frozen=True, kw_only=True):
     """One task of the plan."""
 
     task: str
@@ -180,8 +177,7 @@ class Launch:
     """The path of a link to the output directory, relative to the attempt's directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class Container(Struct, frozen=True, kw_only=True):
     """The container that a task runs in."""
 
     runtime: str
@@ -195,8 +191,7 @@ class Container:
     """The memory that it may use, in bytes; ``None``: all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
+class GroupPlan(Struct, frozen=True, kw_only=True):
     """One group of the plan: a gang."""
 
     name: str
@@ -261,8 +256,7 @@ class GroupPlan:
         return next(launch for launch in self.launches if launch.task == task)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """A whole workflow, ready to be placed."""
 
     name: str
@@ -279,8 +273,7 @@ class Plan:
         return next(group for group in self.groups if group.name == name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GangLink:
+class GangLink(Struct, frozen=True, kw_only=True):
     """A task's part in the connections by which the tasks of a gang report failures to each other without a supervisor.
 
     One of the tasks is the hub.
@@ -301,8 +294,7 @@ class GangLink:
     """Exit codes that count as a failure, which may include 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Download:
+class Download(Struct, frozen=True, kw_only=True):
     """An input that a task's node downloads from a URL."""
 
     number: int
@@ -316,8 +308,7 @@ class Download:
     """The dataset with its version; empty if there is only a URL."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundLaunch:
+class BoundLaunch(Struct, frozen=True, kw_only=True):
     """One task, complete except for the attempt's directory, which its node fills in."""
 
     task: str

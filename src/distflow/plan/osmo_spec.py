@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
 
 from distflow.documents.document import Document, Path
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
@@ -60,8 +61,7 @@ _SCHEMES = ("s3", "gs", "azure")
 """The schemes of URLs that distflow and OSMO have in common."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OsmoSpec:
+class OsmoSpec(Struct, frozen=True, kw_only=True):
     """A spec in the language of OSMO, and warnings about parts that are left out, or that OSMO runs only after a change."""
 
     text: str
@@ -103,8 +103,7 @@ def _dumped(document: Mapping[str, Any]) -> str:
     return _NOT_A_TOKEN.sub(lambda match: f"{{{{ '{match[0]}' }}}}", yaml_text(document))
 
 
-@dataclass(slots=True)
-class _Notes:
+class _Notes(Struct):
     """The parts that are left out or different, with the tasks or groups that have them."""
 
     file: str

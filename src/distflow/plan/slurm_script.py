@@ -12,7 +12,8 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.documents.problems import Problem
 from distflow.documents.text import few
@@ -43,8 +44,7 @@ _MOST_EMBEDDED = 1 << 20
 """The maximum size of all files in a script, in bytes. By default, Slurm accepts scripts of up to 4 MiB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmScript:
+class SlurmScript(Struct, frozen=True, kw_only=True):
     """A script, and warnings about it."""
 
     text: str
@@ -100,8 +100,7 @@ def _external(plan: Plan, contents: Mapping[str, bytes]) -> frozenset[str]:
     return frozenset(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
+class _Context(Struct, frozen=True):
     """Values that all jobs of a script share."""
 
     plan: Plan

@@ -14,10 +14,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
+
+from msgspec import Struct
 
 from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
@@ -482,8 +483,7 @@ _GPU = re.compile(r"nvidia[0-9]+")
 _MEMORY = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """The resources of a machine."""
 
     cpus: int | None

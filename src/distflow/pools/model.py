@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct, field
 
 from distflow.documents.requirements import Requirements
 from distflow.structs import replace
@@ -40,8 +41,7 @@ _RESERVED_MEMORY = 0.1
 """The share of the configured memory that may be missing from a node's report."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Struct, frozen=True, kw_only=True):
     """A machine of a pool."""
 
     name: str
@@ -106,8 +106,7 @@ class Node:
         return min(configured, reported)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
+class NodeSettings(Struct, frozen=True, kw_only=True):
     """Settings for all nodes from the options of a command or the Python API.
 
     They override the configuration and the hostfile.
@@ -124,8 +123,7 @@ class NodeSettings:
 NO_SETTINGS = NodeSettings()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmPlatform:
+class SlurmPlatform(Struct, frozen=True, kw_only=True):
     """Slurm's settings for a ``platform`` of specs; ``None``: the setting of the pool."""
 
     partition: str | None = None
@@ -134,8 +132,7 @@ class SlurmPlatform:
     """The type of GPU, such as ``gpu:h100``. The number comes from the task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmSettings:
+class SlurmSettings(Struct, frozen=True, kw_only=True):
     """Settings for submitting the jobs of a pool to Slurm. ``None``: the cluster's default."""
 
     partition: str | None = None
@@ -174,16 +171,14 @@ class SlurmSettings:
         return self.gpu_option, f"{kind}:{count}" if kind else str(count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayPlatform:
+class RayPlatform(Struct, frozen=True, kw_only=True):
     """Ray's settings for a ``platform`` of specs."""
 
     resources: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Amounts of further resources for each task, such as ``accelerator_type:H100``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaySettings:
+class RaySettings(Struct, frozen=True, kw_only=True):
     """Settings for requesting the nodes of a Ray cluster."""
 
     address: str = "auto"
@@ -197,8 +192,7 @@ class RaySettings:
     platforms: Mapping[str, RayPlatform] = field(default_factory=lambda: MappingProxyType({}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesPlatform:
+class KubernetesPlatform(Struct, frozen=True, kw_only=True):
     """Settings of Kubernetes for a ``platform`` of specs."""
 
     node_selector: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -207,8 +201,7 @@ class KubernetesPlatform:
     """The extended resource of GPUs; ``None``: the pool's resource."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesSettings:
+class KubernetesSettings(Struct, frozen=True, kw_only=True):
     """Settings for creating the pods of a pool."""
 
     context: str | None = None
@@ -235,8 +228,7 @@ class KubernetesSettings:
     platforms: Mapping[str, KubernetesPlatform] = field(default_factory=lambda: MappingProxyType({}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class Pool(Struct, frozen=True, kw_only=True):
     """Nodes, and the backend that runs tasks on them."""
 
     name: str
@@ -334,8 +326,7 @@ class Pool:
         return self.backend == "local"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
+class Configuration(Struct, frozen=True, kw_only=True):
     """The configuration of the file, or the built-in configuration, whose only pool is this machine."""
 
     pools: Mapping[str, Pool]

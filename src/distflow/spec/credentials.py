@@ -5,8 +5,9 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from distflow.documents.document import Text, View
 from distflow.documents.problems import Problem, Severity
@@ -18,8 +19,7 @@ __all__ = ["KnownCredential", "check_credentials", "parse_credentials"]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownCredential:
+class KnownCredential(Struct, frozen=True, kw_only=True):
     """A credential of this machine, without its values."""
 
     keys: tuple[str, ...]

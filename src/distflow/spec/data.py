@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from posixpath import normpath
+
+from msgspec import Struct
 
 from distflow.documents.document import Text, View
 from distflow.documents.quantities import parse_duration
@@ -181,8 +182,7 @@ def _data(entry: View, position: int, *, writes: bool) -> DataSpec:
 # -- inputs from tasks, and the order of groups -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Location:
+class _Location(Struct, frozen=True, kw_only=True):
     """The group of an entry of ``tasks``, or of one of its replicas."""
 
     group: int

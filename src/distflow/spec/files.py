@@ -26,9 +26,10 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
+
+from msgspec import Struct
 
 import distflow
 from distflow.documents.document import Text, View
@@ -216,8 +217,7 @@ _STATE_FILE = "distflow.sqlite3"
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Bundle(Struct, frozen=True, kw_only=True):
     """One file or directory in the form in which it is sent."""
 
     digest: str

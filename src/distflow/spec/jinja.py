@@ -11,7 +11,6 @@ import re
 import string
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -20,6 +19,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
 from jinja2.sandbox import SandboxedEnvironment
+from msgspec import Struct
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound
 from distflow.documents.text import did_you_mean, most_similar
@@ -215,8 +215,7 @@ _UNDEFINED = re.compile(r"'(\w+)' is undefined")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class Names(Struct, frozen=True, kw_only=True):
     """The variables of a template."""
 
     used: frozenset[str]

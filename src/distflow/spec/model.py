@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from distflow.documents.document import Path, Text
 from distflow.documents.problems import Mark
@@ -38,8 +39,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True, kw_only=True):
     """Limits on a group's time, in seconds; ``None`` means no limit."""
 
     exec_s: float | None = None
@@ -50,8 +50,7 @@ class Timeouts:
     """The silence after which a running group is reported as possibly hung (``hang_timeout``). Nothing is stopped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
+class Retry(Struct, frozen=True, kw_only=True):
     """How often and how soon a group is retried after RESCHEDULE in ``exitActions``."""
 
     limit: int = 10
@@ -71,8 +70,7 @@ class Retry:
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopologyRequest:
+class TopologyRequest(Struct, frozen=True, kw_only=True):
     """An entry of ``topology``: tasks of a gang with the same key and group run near each other, such as in one rack."""
 
     key: str
@@ -82,8 +80,7 @@ class TopologyRequest:
     """``False``: a preference, which is dropped if there is no room."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceSpec:
+class ResourceSpec(Struct, frozen=True, kw_only=True):
     """The resources that a task requests of its node."""
 
     cpu: int | None = None
@@ -99,8 +96,7 @@ class ResourceSpec:
     mark: Mark = Mark("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class Ranks(Struct, frozen=True, kw_only=True):
     """The ``ranks`` field of a task."""
 
     offset: int | None = None
@@ -115,8 +111,7 @@ class Ranks:
     """The position of each given key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
+class Launcher(Struct, frozen=True, kw_only=True):
     """The launcher that starts the ranks of a task."""
 
     kind: str = "command"
@@ -133,8 +128,7 @@ class Launcher:
         return self.kind != "command"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyBlock:
+class StrategyBlock(Struct, frozen=True, kw_only=True):
     """The ``strategy`` of a group as written; ``layout.strategy.model`` interprets it."""
 
     value: Mapping[str, Any]
@@ -150,8 +144,7 @@ class StrategyBlock:
         return self.marks.get(path, Mark(""))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSpec:
+class FileSpec(Struct, frozen=True, kw_only=True):
     """A file or directory that is created before a task starts."""
 
     path: Text
@@ -172,8 +165,7 @@ class FileSpec:
         return "\0".join((self.local_path or hashlib.sha256(self.data or b"").hexdigest(), *self.exclude))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputSpec:
+class InputSpec(Struct, frozen=True, kw_only=True):
     """An input from a task of an earlier group."""
 
     position: int
@@ -183,8 +175,7 @@ class InputSpec:
     """A pattern for the relative paths of the files (``re.match``); empty: all files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSpec:
+class DataSpec(Struct, frozen=True, kw_only=True):
     """An input or output at a URL or in a dataset."""
 
     position: int
@@ -203,8 +194,7 @@ class DataSpec:
     """A pattern for the relative paths of the files (``re.match``); empty: all files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierInput:
+class EarlierInput(Struct, frozen=True, kw_only=True):
     """An input from a task of an earlier workflow."""
 
     position: int
@@ -216,8 +206,7 @@ class EarlierInput:
     mark: Mark = Mark("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSpec:
+class CheckpointSpec(Struct, frozen=True, kw_only=True):
     """A directory of a task. The next attempt of the task gets its files."""
 
     path: Text
@@ -233,8 +222,7 @@ class CheckpointSpec:
         return not self.url
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CredentialUse:
+class CredentialUse(Struct, frozen=True, kw_only=True):
     """A credential that a task uses, as variables or as a directory."""
 
     name: str
@@ -245,8 +233,7 @@ class CredentialUse:
     mark: Mark = Mark("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSpec:
+class TaskSpec(Struct, frozen=True, kw_only=True):
     """One task. Each replica is a separate ``TaskSpec``."""
 
     name: str
@@ -281,8 +268,7 @@ class TaskSpec:
     mark: Mark = Mark("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elastic:
+class Elastic(Struct, frozen=True, kw_only=True):
     """The smallest number of tasks that a world may run with."""
 
     least: int
@@ -292,8 +278,7 @@ class Elastic:
     mark: Mark = Mark("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
+class GroupSpec(Struct, frozen=True, kw_only=True):
     """Tasks that start and stop together."""
 
     name: str
@@ -321,8 +306,7 @@ class GroupSpec:
         return next(task for task in self.tasks if task.lead)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowSpec:
+class WorkflowSpec(Struct, frozen=True, kw_only=True):
     """A whole spec, rendered and checked."""
 
     name: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.documents.document import View
 from distflow.documents.problems import Mark
@@ -16,8 +17,7 @@ __all__ = ["MOST_LABELS", "Namespace", "check_label", "check_tag", "is_label_key
 _LONGEST = 64
 
 
-@dataclass(slots=True)
-class Namespace:
+class Namespace(Struct):
     """The names of tasks and groups that were added so far. As in OSMO, ``Group_1`` and ``group-1`` are the same name."""
 
     _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.documents.document import Document
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
@@ -31,8 +32,7 @@ _HEADER = re.compile(r"(?:(?:[ \t]*#.*|[ \t]*|---[ \t]*)\n)*")
 _DEFINES = re.compile(r"\{%[-+]?\s*(?:set|macro|import|from|block|call|filter)\b")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
+class Rendered(Struct, frozen=True, kw_only=True):
     """A rendered text."""
 
     text: str

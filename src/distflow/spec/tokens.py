@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 __all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Shield", "Token", "choose_fence", "find_tokens"]
 
@@ -26,8 +27,7 @@ _ANY = re.compile(r"\{\{[ \t]*([A-Za-z_][A-Za-z0-9_]*)(?:[ \t]*:[ \t]*(" + _ARGU
 _PRIVATE = range(0xF0000, 0xFFFFD)
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(Struct, frozen=True):
     """A token in a string."""
 
     name: str

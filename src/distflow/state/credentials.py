@@ -13,11 +13,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+from msgspec import Struct
 
 from distflow.documents.text import listed
 from distflow.errors import InputError, NotFound, StateError
@@ -66,8 +67,7 @@ _OPTIONAL: Mapping[CredentialType, tuple[str, ...]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credential:
+class Credential(Struct, frozen=True, kw_only=True):
     """A named set of secrets."""
 
     name: str

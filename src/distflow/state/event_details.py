@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, get_args
+
+from msgspec import Struct, field
 
 from distflow.state.codec import DecodeError, decode, encode
 
@@ -59,13 +60,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
+class _State(Struct, frozen=True, kw_only=True):
     kind: ClassVar[str] = "state"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(Struct, frozen=True, kw_only=True):
     """A sentence without typed fields: an event that another version of distflow stored, or a note for people only."""
 
     code: ClassVar[None] = None
@@ -73,8 +72,7 @@ class Message:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowSubmitted:
+class WorkflowSubmitted(Struct, frozen=True, kw_only=True):
     """A user submitted the workflow, or created it by restarting another workflow."""
 
     code: ClassVar[str] = "submitted"
@@ -87,8 +85,7 @@ class WorkflowSubmitted:
     """Groups that had completed in that workflow and do not run again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowAdopted:
+class WorkflowAdopted(Struct, frozen=True, kw_only=True):
     """The workflow's record was rebuilt from the records on its nodes."""
 
     code: ClassVar[str] = "adopted"
@@ -101,8 +98,7 @@ class WorkflowAdopted:
     """Its id on that host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRequested:
+class CancelRequested(Struct, frozen=True, kw_only=True):
     """A user canceled the workflow."""
 
     code: ClassVar[str] = "cancel_requested"
@@ -112,8 +108,7 @@ class CancelRequested:
     is_forced: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowStatus(_State):
+class WorkflowStatus(_State, frozen=True, kw_only=True):
     """The status of the workflow changed."""
 
     code: ClassVar[str] = "workflow_status"
@@ -121,16 +116,14 @@ class WorkflowStatus(_State):
     status: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowRefused(_State):
+class WorkflowRefused(_State, frozen=True, kw_only=True):
     """This installation of distflow cannot run the workflow."""
 
     code: ClassVar[str] = "workflow_refused"
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUnreachable:
+class NodeUnreachable(Struct, frozen=True, kw_only=True):
     """The node of an unfinished task does not answer."""
 
     code: ClassVar[str] = "node_unreachable"
@@ -139,8 +132,7 @@ class NodeUnreachable:
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReachable:
+class NodeReachable(Struct, frozen=True, kw_only=True):
     """A node that did not answer answers again."""
 
     code: ClassVar[str] = "node_reachable"
@@ -148,8 +140,7 @@ class NodeReachable:
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStatus(_State):
+class GroupStatus(_State, frozen=True, kw_only=True):
     """The status of the group changed."""
 
     code: ClassVar[str] = "group_status"
@@ -157,24 +148,21 @@ class GroupStatus(_State):
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupWaiting(_State):
+class GroupWaiting(_State, frozen=True, kw_only=True):
     """The reason why the group waits is new or has changed."""
 
     code: ClassVar[str] = "group_waiting"
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCannotStart(_State):
+class GroupCannotStart(_State, frozen=True, kw_only=True):
     """The group ends before it has started."""
 
     code: ClassVar[str] = "group_cannot_start"
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRescheduled(_State):
+class GroupRescheduled(_State, frozen=True, kw_only=True):
     """An attempt of the group failed, and another one follows."""
 
     code: ClassVar[str] = "group_rescheduled"
@@ -191,8 +179,7 @@ class GroupRescheduled(_State):
     """In a record of an older distflow: a sentence about the next attempt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointsDiffer(_State):
+class CheckpointsDiffer(_State, frozen=True, kw_only=True):
     """The tasks of the group's next attempt begin with different files."""
 
     code: ClassVar[str] = "checkpoints_differ"
@@ -202,8 +189,7 @@ class CheckpointsDiffer(_State):
     """In a record of an older distflow: the sentence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseGranted(_State):
+class LeaseGranted(_State, frozen=True, kw_only=True):
     """The group has its nodes."""
 
     code: ClassVar[str] = "lease_granted"
@@ -214,8 +200,7 @@ class LeaseGranted(_State):
     """Tasks that this attempt runs without."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VenvReady(_State):
+class VenvReady(_State, frozen=True, kw_only=True):
     """A node has built the Python environment of the group."""
 
     code: ClassVar[str] = "venv_ready"
@@ -227,8 +212,7 @@ class VenvReady(_State):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangSuspected(_State):
+class HangSuspected(_State, frozen=True, kw_only=True):
     """No task of a group has printed anything or sent a heartbeat for longer than ``hang_timeout``."""
 
     code: ClassVar[str] = "hang"
@@ -237,15 +221,13 @@ class HangSuspected(_State):
     workflow_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangOver(_State):
+class HangOver(_State, frozen=True, kw_only=True):
     """A task of a group that seemed to hang has made progress again."""
 
     code: ClassVar[str] = "hang_over"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStatus(_State):
+class TaskStatus(_State, frozen=True, kw_only=True):
     """The status of the task changed."""
 
     code: ClassVar[str] = "task_status"
@@ -253,24 +235,21 @@ class TaskStatus(_State):
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskReady(_State):
+class TaskReady(_State, frozen=True, kw_only=True):
     """The task's node has everything that its start needs."""
 
     code: ClassVar[str] = "task_ready"
     node: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskCannotStart(_State):
+class TaskCannotStart(_State, frozen=True, kw_only=True):
     """The task could not be prepared on its node."""
 
     code: ClassVar[str] = "task_cannot_start"
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStarted(_State):
+class TaskStarted(_State, frozen=True, kw_only=True):
     """The task's command runs."""
 
     code: ClassVar[str] = "task_started"
@@ -280,15 +259,13 @@ class TaskStarted(_State):
     """Its global ranks, such as ``8-15``; empty without a world."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseLost(_State):
+class LeaseLost(_State, frozen=True, kw_only=True):
     """The task lost its lease on the node before it was started."""
 
     code: ClassVar[str] = "lease_lost"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptForgotten(_State):
+class AttemptForgotten(_State, frozen=True, kw_only=True):
     """The node has no record of an attempt that should run there."""
 
     code: ClassVar[str] = "attempt_forgotten"
@@ -297,32 +274,28 @@ class AttemptForgotten(_State):
     """In a record of an older distflow: the sentence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrphanStopping(_State):
+class OrphanStopping(_State, frozen=True, kw_only=True):
     """The node of an attempt that was given up is back, and stops the attempt."""
 
     code: ClassVar[str] = "orphan_stopping"
     node: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrphanGone(_State):
+class OrphanGone(_State, frozen=True, kw_only=True):
     """All processes of an attempt that was given up are gone."""
 
     code: ClassVar[str] = "orphan_gone"
     node: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrphanNotSeen(_State):
+class OrphanNotSeen(_State, frozen=True, kw_only=True):
     """The node of an attempt that was given up did not answer again within the retention time."""
 
     code: ClassVar[str] = "orphan_not_seen"
     node: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputCollected(_State):
+class OutputCollected(_State, frozen=True, kw_only=True):
     """The task's output is in the blob store, or in storage that all nodes can read."""
 
     code: ClassVar[str] = "output_collected"
@@ -333,24 +306,21 @@ class OutputCollected(_State):
     """Names of sockets, pipes and devices, which archives cannot contain."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputHeldBack(_State):
+class OutputHeldBack(_State, frozen=True, kw_only=True):
     """The task's output stays on its node, because this machine's disk is almost full."""
 
     code: ClassVar[str] = "output_held_back"
     node: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLosing(_State):
+class OutputLosing(_State, frozen=True, kw_only=True):
     """Output of the task is being lost, because its node's disk is full."""
 
     code: ClassVar[str] = "output_losing"
     node: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputFetched(_State):
+class InputFetched(_State, frozen=True, kw_only=True):
     """An input from a URL was copied to the blob store, or only looked up because nodes fetch it themselves."""
 
     code: ClassVar[str] = "input_fetched"
@@ -362,8 +332,7 @@ class InputFetched(_State):
     """Whether the nodes fetch it themselves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputEmpty(_State):
+class InputEmpty(_State, frozen=True, kw_only=True):
     """An input from a URL has no files."""
 
     code: ClassVar[str] = "input_empty"
@@ -371,8 +340,7 @@ class InputEmpty(_State):
     regex: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputWritten(_State):
+class OutputWritten(_State, frozen=True, kw_only=True):
     """An output was written to its URL."""
 
     code: ClassVar[str] = "output_written"
@@ -382,8 +350,7 @@ class OutputWritten(_State):
     """Bytes of the files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputEmpty(_State):
+class OutputEmpty(_State, frozen=True, kw_only=True):
     """An output has no files to write."""
 
     code: ClassVar[str] = "output_empty"
@@ -391,8 +358,7 @@ class OutputEmpty(_State):
     regex: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRelayed(_State):
+class DataRelayed(_State, frozen=True, kw_only=True):
     """The task's node cannot transfer an input or an output by itself, so it passes through this machine."""
 
     code: ClassVar[str] = "data_relayed"
@@ -401,8 +367,7 @@ class DataRelayed(_State):
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFailed(_State):
+class DataFailed(_State, frozen=True, kw_only=True):
     """An input could not be fetched, or an output could not be written."""
 
     code: ClassVar[str] = "data_failed"
@@ -410,8 +375,7 @@ class DataFailed(_State):
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed(_State):
+class CheckpointFailed(_State, frozen=True, kw_only=True):
     """A checkpoint was not taken, or not written to its URL."""
 
     code: ClassVar[str] = "checkpoint_failed"
@@ -420,16 +384,14 @@ class CheckpointFailed(_State):
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFilesLeftOut(_State):
+class CheckpointFilesLeftOut(_State, frozen=True, kw_only=True):
     """A checkpoint lacks files: those that kept changing, links that lead out of its directory, sockets, pipes or devices."""
 
     code: ClassVar[str] = "checkpoint_files_left_out"
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotificationSent:
+class NotificationSent(Struct, frozen=True, kw_only=True):
     """A notification about the workflow was sent."""
 
     code: ClassVar[str] = "notification_sent"
@@ -440,8 +402,7 @@ class NotificationSent:
     """The name of the entry of ``notify``, without any secret."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotificationFailed:
+class NotificationFailed(Struct, frozen=True, kw_only=True):
     """A notification about the workflow was not sent, and is not tried again."""
 
     code: ClassVar[str] = "notification_failed"
@@ -451,8 +412,7 @@ class NotificationFailed:
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointWritten(_State):
+class CheckpointWritten(_State, frozen=True, kw_only=True):
     """A checkpoint was written to its URL."""
 
     code: ClassVar[str] = "checkpoint_written"

@@ -11,8 +11,9 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.state.codec import DecodeError, decode, encode
 from distflow.state.directory import is_locked, lock_at_once, state_errors, write_private
@@ -24,8 +25,7 @@ _POLL_S = 0.02
 _KEPT_S = 14 * 86400.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sync:
+class Sync(Struct, frozen=True, kw_only=True):
     """The settings and the progress of copying to one task."""
 
     workflow: str

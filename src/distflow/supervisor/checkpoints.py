@@ -11,8 +11,9 @@ is not written to a URL. Every task of the next attempt gets the archives of all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import PurePosixPath
+
+from msgspec import Struct
 
 from distflow.backends.base import AttemptKey, CheckpointRef, Collected, CollectFailed
 from distflow.lifecycle.states import Reason, State
@@ -41,8 +42,7 @@ CANCELED_S = 60.0
 """Seconds that a canceled group waits, after its tasks have ended, for their last checkpoints. Then it abandons them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DueCheckpoints:
+class DueCheckpoints(Struct, frozen=True, kw_only=True):
     """The work that is due for a group's checkpoints."""
 
     packs: tuple[tuple[TaskRecord, CheckpointRef], ...] = ()

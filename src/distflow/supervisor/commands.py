@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from distflow.backends.base import (
     Absent,
@@ -77,8 +78,7 @@ class CommandId(NamedTuple):
         return cls(kind, key.workflow, key.group, key.task, key.attempt, part)
 
 
-@dataclass(frozen=True, slots=True)
-class _AboutAttempt:
+class _AboutAttempt(Struct, frozen=True):
     pool: str
     key: AttemptKey
 
@@ -88,8 +88,7 @@ class _AboutAttempt:
         return CommandId.of(type(self), self.key)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Struct, frozen=True):
     """Lease the nodes, GPUs and port of a whole group."""
 
     pool: str
@@ -107,23 +106,19 @@ class Lease:
         return CommandId.of(Lease, self.key)
 
 
-@dataclass(frozen=True, slots=True)
-class BuildVenv(_AboutAttempt):
+class BuildVenv(_AboutAttempt, frozen=True):
     """Build the Python environment of a task on the node that it will probably get. The task has no lease yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare(_AboutAttempt):
+class Prepare(_AboutAttempt, frozen=True):
     """Bring a task's launch record, files, inputs and container image to its node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start(_AboutAttempt):
+class Start(_AboutAttempt, frozen=True):
     """Start a prepared task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop(_AboutAttempt):
+class Stop(_AboutAttempt, frozen=True):
     """Stop a task."""
 
     grace_s: float = 0.0
@@ -131,21 +126,18 @@ class Stop(_AboutAttempt):
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Release(_AboutAttempt):
+class Release(_AboutAttempt, frozen=True):
     """Give back the lease of a task that has not started."""
 
 
-@dataclass(frozen=True, slots=True)
-class CollectOutput(_AboutAttempt):
+class CollectOutput(_AboutAttempt, frozen=True):
     """Bring the output of an ended task to the blob store, or find it in storage that all nodes can read."""
 
     for_nodes: bool = False
     """Whether only nodes need the output, so that it may stay in shared storage."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackCheckpoint(_AboutAttempt):
+class PackCheckpoint(_AboutAttempt, frozen=True):
     """Bring a checkpoint of a task to the blob store."""
 
     checkpoint: CheckpointRef
@@ -159,8 +151,7 @@ class PackCheckpoint(_AboutAttempt):
         return CommandId.of(PackCheckpoint, self.key, self.checkpoint.number)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferData(_AboutAttempt):
+class TransferData(_AboutAttempt, frozen=True):
     """Transfer data between a URL and this machine or a node.
 
     A ``TransferRunner`` executes this command, not a backend. Its key has no node.
@@ -178,8 +169,7 @@ Command = Lease | BuildVenv | Prepare | Start | Stop | Release | CollectOutput |
 """Every command that a decision can contain."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfTransfer:
+class _OfTransfer(Struct, frozen=True, kw_only=True):
     at: float
     """By this machine's clock."""
     key: AttemptKey
@@ -189,8 +179,7 @@ class _OfTransfer:
     """The dataset, or the URL without secrets, for messages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferMoved(_OfTransfer):
+class TransferMoved(_OfTransfer, frozen=True, kw_only=True):
     """The progress of a data transfer, in bytes."""
 
     done: int
@@ -198,8 +187,7 @@ class TransferMoved(_OfTransfer):
     bytes_per_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferEnded(_OfTransfer):
+class TransferEnded(_OfTransfer, frozen=True, kw_only=True):
     """The end of a data transfer, successful or not."""
 
     outcome: TransferRecord

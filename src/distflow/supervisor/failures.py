@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_label
@@ -255,8 +256,7 @@ _MEET_S = 120.0
 """Ranks that fail later than this many seconds after the start may have joined the rendezvous before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingRanks:
+class MissingRanks(Struct, frozen=True, kw_only=True):
     """Ranks that failed unnoticed, and the tasks that wait for them."""
 
     task: TaskRecord

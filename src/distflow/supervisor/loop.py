@@ -11,8 +11,9 @@ import json
 import os
 import queue
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.backends.base import (
     AttemptKey,
@@ -98,8 +99,7 @@ OpenBackend = Callable[[Pool, Sink], Backend]
 OpenTransfers = Callable[[Callable[[TransferMoved | TransferEnded], None]], TransferRunner]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wake:
+class Wake(Struct, frozen=True, kw_only=True):
     """Another process changed the store."""
 
 

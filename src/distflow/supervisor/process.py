@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow import __version__
 from distflow.errors import SupervisorError
@@ -153,8 +154,7 @@ def _is_supervisor(pid: int) -> bool:
     return b"distflow.supervisor" in command
 
 
-@dataclass(frozen=True, slots=True)
-class PreloadedSupervisor:
+class PreloadedSupervisor(Struct, frozen=True):
     """A supervisor that loads its modules and waits for a byte to start working. It exits if this process ends first."""
 
     process: subprocess.Popen[bytes]

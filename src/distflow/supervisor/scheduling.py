@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+
+from msgspec import Struct, field
 
 from distflow.backends.base import LeaseRequest
 from distflow.documents.text import few
@@ -38,8 +39,7 @@ _LEASE_OUTLIVES_S = 15.0
 its lease at the same moment, the lease would seem to be lost, and the gang would start again."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Leases:
+class Leases(Struct, kw_only=True):
     """The leases to request now, and the state of the groups that wait."""
 
     commands: list[Lease] = field(default_factory=list)

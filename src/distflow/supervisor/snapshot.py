@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.backends.base import AttemptKey, NodeUp
 from distflow.documents.notify import NotifyTarget
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """The last known state of a node."""
 
@@ -52,7 +54,7 @@ class NodeView:
     """Equal for nodes that are one machine (``NodeUp.machine``); empty if it is not known."""
     cpus: int | None = None
     memory: int | None = None
-    whole: Free = field(init=False, repr=False, compare=False)
+    whole: Free = dataclasses.field(init=False, repr=False, compare=False)
     """The idle node as placement sees it. It is computed once, because most nodes of a large pool are idle."""
 
     def __post_init__(self) -> None:
@@ -86,8 +88,7 @@ class NodeView:
         return f"the configuration says {'; '.join(less)}" if less else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workflow:
+class Workflow(Struct, frozen=True, kw_only=True):
     """A workflow's record, its plan, and the targets of its notifications."""
 
     record: WorkflowRecord
@@ -95,8 +96,7 @@ class Workflow:
     notify: tuple[NotifyTarget, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldResources:
+class HeldResources(Struct, frozen=True, kw_only=True):
     """Resources of a node that a task or an orphan attempt holds, or the port of a group's master."""
 
     node: str
@@ -108,8 +108,7 @@ class HeldResources:
     """Whether the holder is an attempt that was given up and may still run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolUsage:
+class PoolUsage(Struct, frozen=True, kw_only=True):
     """The groups of a workflow that wait for nodes, and the resources that its groups and orphan attempts hold."""
 
     workflow: Workflow
@@ -117,8 +116,7 @@ class PoolUsage:
     holds: tuple[HeldResources, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowView:
+class WorkflowView(Struct, frozen=True, kw_only=True):
     """A workflow after a decision."""
 
     usage: PoolUsage
@@ -129,8 +127,7 @@ class WorkflowView:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastDecision:
+class LastDecision(Struct, frozen=True, kw_only=True):
     """The result of one decision that the next one needs in order to skip everything unchanged.
 
     Records, views, pools and the mappings of them are replaced, never changed: the same object means that nothing happened.
@@ -144,8 +141,7 @@ class LastDecision:
     """By workflow (uuid)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything that a decision may depend on, except the time."""
 
     workflows: tuple[Workflow, ...]
@@ -167,8 +163,7 @@ class Snapshot:
     """The previous decision. Without it, the decision takes longer, and may repeat notifications, which the store ignores."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Decision:
+class Decision(Struct, kw_only=True):
     """The result of a decision: changed records with their events, notifications and commands, and when to decide again."""
 
     records: dict[str, WorkflowRecord] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.lifecycle.exits import exit_text
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
@@ -14,8 +15,7 @@ from distflow.supervisor.error_reports import failure_report
 __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(Struct, frozen=True, kw_only=True):
     """An entry of the timeline: an event of a node, a task or the whole group."""
 
     at: float

@@ -12,7 +12,8 @@ This module returns commands, which are repeated until the record has their outc
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.backends.base import AttemptKey, AttemptObservation, Collected, LeaseObservation, NotBrought, VenvObservation
 from distflow.documents.quantities import seconds_text
@@ -70,8 +71,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(Struct, frozen=True, kw_only=True):
     """One data transfer to execute."""
 
     data: DataRef
@@ -97,8 +97,7 @@ class Transfer:
         return f"dataset {self.dataset}" if self.dataset else str(parse_url(self.url))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTransfers:
+class GroupTransfers(Struct, frozen=True, kw_only=True):
     """The state of a group's data transfers."""
 
     commands: tuple[TransferData, ...] = ()
@@ -355,8 +354,7 @@ def _cause(group: GroupRecord, failed: TransferRecord, failing: str) -> Cause:
     return Cause(task=task.name, reason=Reason.DATA, message=message, at=failed.at, node=task.node, ranks=task.ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingOutputs:
+class PendingOutputs(Struct, frozen=True, kw_only=True):
     """The state of a group's outputs after all of its tasks have ended."""
 
     missing: tuple[TaskRecord, ...] = ()

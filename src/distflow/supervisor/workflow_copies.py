@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError, StateError
@@ -54,8 +55,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowCopy:
+class WorkflowCopy(Struct, frozen=True, kw_only=True):
     """A workflow when one of its attempts was prepared. It contains no secret values: plans and records do not have any."""
 
     record: WorkflowRecord
@@ -156,8 +156,7 @@ _BEGUN = (State.INITIALIZING, State.RUNNING, State.STOPPING)
 _UNSTARTED = "had not been started when the workflow was adopted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdoptedAttempt:
+class AdoptedAttempt(Struct, frozen=True, kw_only=True):
     """An attempt that was found on a node."""
 
     node: str
@@ -169,8 +168,7 @@ class AdoptedAttempt:
     directory: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuilt:
+class Rebuilt(Struct, frozen=True, kw_only=True):
     """A rebuilt workflow, ready to be stored."""
 
     record: WorkflowRecord

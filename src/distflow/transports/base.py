@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from distflow.errors import DistflowError
 
@@ -49,8 +50,7 @@ class Deadline:
         return self.left() <= 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
+class Completed(Struct, frozen=True, kw_only=True):
     """A command that has ended."""
 
     exit_code: int
@@ -189,8 +189,7 @@ class BorrowedTransport:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome(Generic[T]):
+class Outcome(Struct, Generic[T], frozen=True, kw_only=True):
     """The result of the action on one node: a value or an error."""
 
     node: str

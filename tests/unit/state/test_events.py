@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from typing import Any
 
+import msgspec
 import pytest
 
 from distflow.state import event_details
@@ -20,7 +20,7 @@ VALUES: dict[object, Any] = {str: "x", int: 2, float: 2.0, bool: True}
 def _example(kind: type[EventDetails]) -> EventDetails:
     """Return an event with a value in each field."""
     hints = typing.get_type_hints(kind, vars(event_details))
-    values: dict[str, Any] = {field.name: _value(hints[field.name]) for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {field.name: _value(hints[field.name]) for field in msgspec.structs.fields(kind)}
     return kind(**values)
 
 

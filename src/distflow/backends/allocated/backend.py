@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from distflow.backends.allocated.engine import (
     Allocation,
@@ -105,8 +106,7 @@ def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Alloc
     return AllocatedBackend(pool, open_engine(pool), blobs=blobs, sink=sink, logs=logs)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Held:
+class _Held(Struct, kw_only=True):
     """An allocation that was requested, and its known state."""
 
     allocation: Allocation

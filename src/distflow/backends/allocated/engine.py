@@ -8,8 +8,9 @@ the node as long as the allocation exists.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
+
+from msgspec import Struct, field
 
 from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
@@ -45,8 +46,7 @@ class RequestDelayed(DistflowError):
     """The engine does not accept the request now, for example because a quota is used up. The message quotes the engine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(Struct, frozen=True, kw_only=True):
     """One attempt of a group, for which nodes are allocated."""
 
     workflow: str
@@ -69,8 +69,7 @@ class Allocation:
         return cls(workflow=parts[0], group=parts[1], attempt=int(parts[2]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRequest:
+class NodeRequest(Struct, frozen=True, kw_only=True):
     """The resources that one task needs on its node."""
 
     task: str
@@ -89,8 +88,7 @@ class NodeRequest:
     """Directories of the host in that container, each ``src`` or ``src:dst``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocationRequest:
+class AllocationRequest(Struct, frozen=True, kw_only=True):
     """A request for the nodes of a whole group."""
 
     allocation: Allocation
@@ -105,8 +103,7 @@ class AllocationRequest:
     """The priority of its workflow: ``HIGH``, ``NORMAL`` or ``LOW``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(Struct, frozen=True):
     """The allocation waits for its nodes, or the engine is ending its processes but has not given the reason yet."""
 
     why: str
@@ -115,16 +112,14 @@ class Queued:
     """The expected start, in seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class Granted(Struct, frozen=True, kw_only=True):
     """The allocation has its nodes, and its resident programs run or are being started."""
 
     hosts: Mapping[str, str]
     """Task → host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
+class Over(Struct, frozen=True, kw_only=True):
     """The allocation has ended, and so have its processes, as far as the engine knows."""
 
     reason: Reason | None
@@ -150,8 +145,7 @@ class Relay(Transport, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryLimit:
+class QueryLimit(Struct, frozen=True, kw_only=True):
     """The maximum rate of queries for the states of allocations."""
 
     at_once: float

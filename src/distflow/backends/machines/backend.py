@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from distflow.backends.base import (
     NO_EXIT_CODES,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.backend import link_to
 from distflow.backends.machines.connection.link import AgentLink
@@ -36,8 +37,7 @@ _PATIENCE_S = 3600.0
 """Timeout for listing or removing millions of files. A dead node is detected long before, because its heartbeats stop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CleanedVenv:
+class CleanedVenv(Struct, frozen=True, kw_only=True):
     """A removed Python environment."""
 
     file: str
@@ -48,8 +48,7 @@ class CleanedVenv:
     """Seconds since its last use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cleaned:
+class Cleaned(Struct, frozen=True, kw_only=True):
     """The removed workflows and Python environments of one node. In a dry run, those that would be removed."""
 
     node: str
@@ -138,8 +137,7 @@ def _clean(link: AgentLink, *, workflow: str = "", venv: str = "") -> int:
 _REAP_S = 180.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
+class Leftover(Struct, frozen=True, kw_only=True):
     """A process or a container of an ended attempt, or an allocation without a known unfinished workflow."""
 
     pid: int | None
@@ -159,8 +157,7 @@ class Leftover:
     """Why it could not be removed; otherwise empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reaped:
+class Reaped(Struct, frozen=True, kw_only=True):
     """The leftovers on one node, or of one pool with an engine, or why they could not be found."""
 
     node: str
@@ -219,8 +216,7 @@ _CONTROL = re.compile(r"[\0-\x1f\x7f]")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/(?:0|[1-9][0-9]{0,8})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundAttempt:
+class FoundAttempt(Struct, frozen=True, kw_only=True):
     """An attempt that has a directory on a node."""
 
     name: str
@@ -233,8 +229,7 @@ class FoundAttempt:
     directory: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundWorkflow:
+class FoundWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow with files on a node."""
 
     uuid: str
@@ -243,8 +238,7 @@ class FoundWorkflow:
     attempts: tuple[FoundAttempt, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
+class Recalled(Struct, frozen=True, kw_only=True):
     """The workflows on one node, or why the request failed."""
 
     pool: Pool
@@ -300,8 +294,7 @@ def _local_time(at: float | None, clock: Clock | None) -> float | None:
 _UNINSTALL_S = 600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uninstalled:
+class Uninstalled(Struct, frozen=True, kw_only=True):
     """The removed and the remaining paths of one node."""
 
     node: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.backend import link_to, transport_of
 from distflow.backends.machines.connection.bootstrap import connect
@@ -19,8 +20,7 @@ __all__ = ["Holder", "Holders", "InspectedTask", "TaskStacks", "ask_holders", "c
 _HOLDERS_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(Struct, frozen=True, kw_only=True):
     """An attempt, of any user, that holds a lease."""
 
     user: str
@@ -37,8 +37,7 @@ class Holder:
     """Bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holders:
+class Holders(Struct, frozen=True, kw_only=True):
     """The holders of one node's resources, or why the query failed."""
 
     holders: tuple[Holder, ...] = ()
@@ -63,8 +62,7 @@ def ask_holders(pool: Pool, node: Node) -> Holders:
 _STACKS_S = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectedTask:
+class InspectedTask(Struct, frozen=True, kw_only=True):
     """A running task whose processes are inspected."""
 
     task: str
@@ -75,8 +73,7 @@ class InspectedTask:
     node: Node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStacks:
+class TaskStacks(Struct, frozen=True, kw_only=True):
     """The state of one task, as its node reported it (``docs/agent-protocol.md``, ``stacks``), or why it is unknown."""
 
     asked: InspectedTask

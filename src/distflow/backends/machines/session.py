@@ -7,8 +7,9 @@ import json
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.connection.bootstrap import Opened, open_service
@@ -36,16 +37,14 @@ __all__ = ["Exit", "Session", "Size", "open_session"]
 _PIECE = 65536
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class Size(Struct, frozen=True, kw_only=True):
     """The size of a terminal."""
 
     rows: int
     columns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class Exit(Struct, frozen=True, kw_only=True):
     """The end of the command."""
 
     code: int

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from distflow.cli.render.tables import Paint
 from distflow.documents.json_keys import name_keys
@@ -24,8 +25,7 @@ _NAMED = 12
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", "T": "is stopped", "t": "is being debugged"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ProcessStack:
+class _ProcessStack(Struct, frozen=True, kw_only=True):
     """The stack of one process."""
 
     who: str
@@ -166,8 +166,7 @@ _NAMED_RANKS = 8
 """The maximum number of ranks that are named with their tasks."""
 
 
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class _Position:
+class _Position(Struct, frozen=True, order=True, kw_only=True):
     """The position of a rank in the sequence of a process group's collectives. A smaller ``number`` is further behind."""
 
     number: int
@@ -181,8 +180,7 @@ class _Position:
         return f"{'in' if self.waits else 'after'} {self.operation}, collective {self.number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankReport:
+class _RankReport(Struct, frozen=True, kw_only=True):
     """The report of one rank about a process group."""
 
     rank: int

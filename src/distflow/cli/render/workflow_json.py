@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict
 
 from distflow.cli.render.metrics import NO_METRICS, NO_USAGE, GroupMetrics, TaskUsage
 from distflow.cli.render.workflow_text import NO_LINES, NO_REMEDIES, LastLines, elapsed_s, queued_s, task_words

@@ -10,8 +10,9 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError
@@ -32,8 +33,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class Draft(Struct, frozen=True, kw_only=True):
     """One job on equal nodes. ``nodes``, ``ranks`` and ``gpus`` are ``None`` if the command line does not contain them."""
 
     name: str

@@ -6,9 +6,10 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command, draft_torchrun, spec_text
 from distflow.client.spec_drafts.sbatch import draft_sbatch
@@ -160,8 +161,7 @@ def write_file(file: Path, text: str, *, force: bool) -> None:
 _SCHEMA = "workflow.schema.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Sample(Struct, frozen=True, kw_only=True):
     """A spec that comes with distflow."""
 
     name: str

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from distflow.client.spec_drafts.drafts import Draft, draft_command, draft_torchrun
 from distflow.documents.text import splitting_problem
@@ -97,8 +98,7 @@ _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
 _LAUNCHERS = re.compile(r"srun|torchrun|accelerate|deepspeed|mpirun|mpiexec|horovodrun|python[0-9.]*|.*\.(py|sh)")
 
 
-@dataclass(slots=True)
-class _Script:
+class _Script(Struct):
     """The parts of a script that have been read so far."""
 
     text: str

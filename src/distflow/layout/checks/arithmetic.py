@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from distflow.structs import replace
 
 __all__ = ["Edit", "Row", "Segment", "filled", "fits", "gaps_of", "overlaps_of", "segments", "single_edits", "tiles"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """The ranks that one task claims."""
 
     offset: int | None
@@ -30,8 +30,7 @@ class Row:
     """The fields whose numbers are in the spec, where the user can change them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(Struct, frozen=True):
     """A change of the field ``key`` of the row at ``index`` to ``value``."""
 
     index: int
@@ -39,8 +38,7 @@ class Edit:
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """The ranks from ``start`` up to but not including ``stop``, and the rows that claim them."""
 
     start: int

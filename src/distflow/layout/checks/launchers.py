@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from posixpath import normpath
+
+from msgspec import Struct
 
 from distflow.documents.problems import Mark, Problem, Severity
 from distflow.layout.checks.members import and_list
@@ -28,8 +29,7 @@ _WITHOUT_EFFECT = ("-u", "-s")
 """Options of the interpreter that are dropped. Ranks do not need ``-u``, because distflow sets ``PYTHONUNBUFFERED``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PythonCommand:
+class PythonCommand(Struct, frozen=True, kw_only=True):
     """The parts of a command such as ``python3 -m package.module --lr 0.1``."""
 
     interpreter: str = "python3"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.documents.problems import Mark, Problem, Severity
 from distflow.layout.claims.task_claims import Claim, Invocation, Known, TaskClaims
@@ -22,8 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(Struct, frozen=True, kw_only=True):
     """A task of a world."""
 
     claims: TaskClaims

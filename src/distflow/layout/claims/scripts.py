@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from distflow.documents.problems import Mark
 from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
@@ -30,8 +31,7 @@ COMPUTED = MappingProxyType(
 """Variables that distflow sets for the tasks of a world, each with the token of the same value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """A command, the text of the spec that contains it, and whether a shell reads it."""
 
     command: Command

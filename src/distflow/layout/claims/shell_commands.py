@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.structs import replace
 
@@ -34,16 +35,14 @@ _HEREDOC = re.compile(r"<<-?(?!<)[ \t]*(?:(['\"])([^'\"\n]+)\1|\\?([\w.!%:@+-]+)
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*(?:\[@\])?)(?::?-([^{}$`]*))?\}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Variable:
+class _Variable(Struct, frozen=True):
     """``$name`` or ``${name:-default}``; with an empty name, a value that only a shell can compute."""
 
     name: str
     default: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class Word(Struct, frozen=True, kw_only=True):
     """One word of a command, before its variables are replaced."""
 
     raw: str
@@ -116,8 +115,7 @@ class Word:
         return Word(raw=self.raw[count:], offset=self.offset + count, parts=parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(Struct, frozen=True, kw_only=True):
     """A simple command: ``A=1 python3 train.py --size 8`` has one assignment and four words."""
 
     words: tuple[Word, ...]
@@ -136,8 +134,7 @@ def read_commands(text: str) -> tuple[Command, ...]:
     return tuple(_Reader(text).commands())
 
 
-@dataclass(slots=True)
-class _Reader:
+class _Reader(Struct):
     """One pass over a text; ``at`` is the offset of the next character."""
 
     text: str

@@ -24,13 +24,14 @@ Flags: https://docs.pytorch.org/docs/stable/elastic/run.html and OSMO's ``pytorc
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from types import MappingProxyType
+
+import msgspec
+from msgspec import Struct
 
 from distflow.documents.problems import Mark
 from distflow.layout.claims.scripts import COMPUTED, Line, base_name, lines_of, nested, variables_of
@@ -68,8 +69,7 @@ class Known(str, Enum):
     """It is known only when the task runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(Struct, frozen=True, kw_only=True):
     """One value that a task claims, and its written form."""
 
     key: str
@@ -98,8 +98,7 @@ class Claim:
         return self.form.format(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invocation:
+class Invocation(Struct, frozen=True, kw_only=True):
     """A command that starts, or may start, processes of a world; or a task's variables ``RANK`` and ``WORLD_SIZE``."""
 
     launcher: str
@@ -118,8 +117,7 @@ class Invocation:
         return sum(key in self.claims for key in RANK_KEYS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskClaims:
+class TaskClaims(Struct, frozen=True, kw_only=True):
     """All claims of one task about its ranks."""
 
     task: TaskSpec
@@ -133,11 +131,11 @@ class TaskClaims:
     """Commands with too few rank flags. ``layout.checks`` decides whether they count."""
     numbered: Invocation | None = None
     """The task's rank and the world size, from flags or variables. ``layout.checks`` decides whether they count."""
-    modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    modules: Mapping[str, Mark] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Modules that it runs by ``python -m``, each with the place of its first use."""
     settings: tuple[Claim, ...] = ()
     """The task's settings of MASTER_ADDR and MASTER_PORT: those in scripts, else those in its environment."""
-    tokens: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    tokens: Mapping[str, Mark] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Tokens of the layout that it uses, each with the place of its first use."""
 
     @property

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.documents.document import Path, path_text
 from distflow.documents.problems import Mark, Problem, Severity
@@ -52,16 +53,14 @@ FOREIGN_KEYS = ("mesh", "shape", "axis_names", "options", "cluster", "training",
 """The keys of blocks that are converted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(Struct, frozen=True):
     """A value and its path in the document."""
 
     value: object
     path: Path
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(Struct):
     """A block as it was written, before its parts are checked against each other."""
 
     path: Path

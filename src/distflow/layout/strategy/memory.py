@@ -10,9 +10,10 @@ NCCL and fragmentation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
+
+from msgspec import Struct
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Advice", "Choice", "Line", "Model", "advise", "guess_model", "parse_count"]
 
@@ -29,8 +30,7 @@ _GIB = 2**30
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Struct, frozen=True, kw_only=True):
     """The size of a transformer."""
 
     parameters: int
@@ -38,8 +38,7 @@ class Model:
     hidden: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(Struct, frozen=True, kw_only=True):
     """One line of the estimate."""
 
     what: str
@@ -49,8 +48,7 @@ class Line:
     """Bytes of GPU memory for each rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """One strategy, and the GPU memory that a rank needs under it."""
 
     kind: str
@@ -83,8 +81,7 @@ class Choice:
         return {"strategy": strategy, **precision, "fits": self.fits, "bytes": self.bytes, "lines": lines, "why": self.why}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Advice(Struct, frozen=True, kw_only=True):
     """The possible strategies, from which one is chosen."""
 
     model: Model
@@ -136,8 +133,7 @@ def advise(
     return Advice(model=model, usable=usable, choices=choices)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Sizes(Struct, frozen=True):
     model: Model
     precision: str
     optimizer: str

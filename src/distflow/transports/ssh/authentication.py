@@ -13,12 +13,12 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import paramiko
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, SSHCertificate, load_ssh_public_identity
+from msgspec import Struct, field
 from paramiko.agent import AgentKey, AgentSSH
 from paramiko.pkey import PublicBlob, UnknownKeyType
 
@@ -34,15 +34,13 @@ _MAGIC = b"openssh-key-v1\0"
 _UNREADABLE = (paramiko.SSHException, UnknownKeyType, UnsupportedAlgorithm, OSError, ValueError, LookupError, struct.error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Identity:
+class _Identity(Struct, frozen=True):
     key: paramiko.PKey
     label: str
     """Type, fingerprint, and the file or the agent's comment, for messages."""
 
 
-@dataclass
-class _Keyring:
+class _Keyring(Struct):
     """The keys to try, and notes about keys that cannot be used."""
 
     agent: _Agent | None = None

@@ -16,9 +16,10 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from distflow.structs import replace
 
@@ -60,8 +61,7 @@ class SshConfigError(ValueError):
     """The configuration is invalid or unreadable. The message has file and line if OpenSSH reports them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SshDestination:
+class SshDestination(Struct, frozen=True, kw_only=True):
     """A host to reach over SSH. The OpenSSH configuration, or else a default, fills in each field that is ``None``.
 
     ``port``, ``user`` and ``identity_file`` apply only to the destination, as with ``ssh -p -l -i``. The fields after those
@@ -86,8 +86,7 @@ class SshDestination:
     """Used instead of the user's and the global known_hosts; new keys go to the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
+class Hop(Struct, frozen=True, kw_only=True):
     """A jump host, as in ``ProxyJump``."""
 
     host: str
@@ -95,8 +94,7 @@ class Hop:
     user: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SshHost:
+class SshHost(Struct, frozen=True, kw_only=True):
     """A host with all of its settings."""
 
     alias: str

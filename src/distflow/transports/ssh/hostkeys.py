@@ -16,7 +16,6 @@ import re
 import secrets
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
     SSHCertificateType,
     load_ssh_public_identity,
 )
+from msgspec import Struct
 
 from distflow.structs import replace
 from distflow.transports.ssh.config import SshConfigError
@@ -53,8 +53,7 @@ _ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 _MARKERS: dict[str, Literal["revoked", "authority"]] = {"@revoked": "revoked", "@cert-authority": "authority"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownKey:
+class KnownKey(Struct, frozen=True, kw_only=True):
     """A key in a line of known_hosts or in a file of ``RevokedHostKeys``."""
 
     names: tuple[str, ...]
@@ -78,8 +77,7 @@ class KnownKey:
         return matches_list(name, patterns) or any(_is_hash_of(text, name) for text in self.names if text.startswith("|"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostKeyCheck:
+class HostKeyCheck(Struct, frozen=True, kw_only=True):
     """The result of a check of a host key against known_hosts."""
 
     kind: Literal["known", "unknown", "changed", "revoked"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.allocated.kubernetes.pods import CONTAINER, INDEX, SIZE, host_name
 from distflow.documents.text import few, plain
@@ -48,8 +49,7 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodState:
+class PodState(Struct, frozen=True, kw_only=True):
     """The state of one pod."""
 
     phase: Phase

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.allocated.engine import AllocationState, Granted, Over, Queued
 from distflow.documents.quantities import bytes_text
@@ -62,8 +63,7 @@ _PREEMPTED = "AUTOSCALER_DRAIN_PREEMPTED"
 _AMOUNTS = ("CPU", "GPU", "memory")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class Endpoint(Struct, frozen=True, kw_only=True):
     """The address and port at which an actor accepts connections, and the token that clients need."""
 
     address: str

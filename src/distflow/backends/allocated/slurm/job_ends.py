@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from distflow.backends.allocated.engine import AllocationState, Over, Queued
 from distflow.backends.allocated.slurm.hostlists import expand_hosts
@@ -78,8 +79,7 @@ def job_end_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str
     return ("sh", "-c", script, "sh", *jobs)
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnd:
+class JobEnd(Struct, frozen=True):
     """The output of Slurm's commands for one job that has ended."""
 
     job: str

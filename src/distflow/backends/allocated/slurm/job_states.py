@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from distflow.documents.text import plain
 from distflow.lifecycle.states import Reason
@@ -226,8 +227,7 @@ def partitions_of(text: str) -> Mapping[str, Mapping[str, str]]:
 # -- the output of squeue ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class Component(Struct, frozen=True, kw_only=True):
     """A job, or one component of a heterogeneous job."""
 
     job: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.checks.findings import few
@@ -49,8 +50,7 @@ Progress = Callable[[str], None]
 """Called with a short text about the current step, from several threads, but one at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class Checked(Struct, frozen=True, kw_only=True):
     """The measurements of a pool's nodes."""
 
     nodes: tuple[Measured, ...]

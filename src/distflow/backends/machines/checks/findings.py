@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from distflow.backends.machines.checks.measured import Measured
 from distflow.backends.machines.checks.torch_search import torch_remedy
@@ -52,8 +53,7 @@ class Grade(str, Enum):
     NOTE = "note"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """One finding about nodes."""
 
     grade: Grade

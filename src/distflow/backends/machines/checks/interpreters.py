@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.checks.torch_search import FIND_OTHERS, other_pythons
@@ -41,8 +42,7 @@ print("\\n{_MARK}" + json.dumps({{"version": version, "executable": sys.executab
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interpreter:
+class Interpreter(Struct, frozen=True, kw_only=True):
     """The Python of tasks on a node."""
 
     node: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
 
 from distflow.backends.machines.checks.torch_search import FIND_OTHERS, other_pythons
 from distflow.documents.requirements import Requirements
@@ -54,8 +55,7 @@ print("\\n{_MARK}" + json.dumps(answer))
 """Script for the Python of a node's tasks. ``parse_python`` reads its output."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torch:
+class Torch(Struct, frozen=True, kw_only=True):
     """The Python of a node's tasks, started in their environment, and its torch."""
 
     python: str = ""
@@ -76,8 +76,7 @@ class Torch:
     """If torch, or a module that it imports, is missing: other Pythons on the node that have torch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(Struct, frozen=True, kw_only=True):
     """The measurements of one node."""
 
     node: Node
@@ -109,8 +108,7 @@ class Measured:
     """Whether the training address belongs to the node, as far as an attempt to bind it shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(Struct, frozen=True, kw_only=True):
     """One node's attempt to connect to another node."""
 
     source: str
@@ -168,8 +166,7 @@ def python_trouble(exit_code: int, version: str) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(Struct, frozen=True, kw_only=True):
     """One GPU."""
 
     index: int
@@ -182,8 +179,7 @@ class Gpu:
     """Uncorrected memory errors since the driver was loaded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuApp:
+class GpuApp(Struct, frozen=True, kw_only=True):
     """A process on a GPU."""
 
     gpu_uuid: str

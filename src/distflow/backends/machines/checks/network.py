@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.checks.findings import (
     Finding,
@@ -59,8 +60,7 @@ _HINTS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(Struct, frozen=True, kw_only=True):
     """The result of a check."""
 
     can_run: bool
@@ -180,8 +180,7 @@ print("\\n{_MARK}" + json.dumps(found), flush=True)
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
+class AllReduce(Struct, frozen=True, kw_only=True):
     """The result of an all-reduce."""
 
     nodes: tuple[str, ...]

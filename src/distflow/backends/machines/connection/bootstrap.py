@@ -16,9 +16,10 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
+
+from msgspec import Struct
 
 from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.errors import BootstrapFailed, NodeUnreachable
@@ -48,8 +49,7 @@ _STORAGE: Final = (
 """Modules that ``storage.node_service`` needs in addition to the node runtime. A test runs it with only these."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
+class Bundle(Struct, frozen=True, kw_only=True, dict=True):
     """An archive of sources for nodes."""
 
     package: str
@@ -276,8 +276,7 @@ def connect(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class Opened(Struct, frozen=True, kw_only=True):
     """A started service."""
 
     channel: Channel

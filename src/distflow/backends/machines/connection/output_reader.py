@@ -15,9 +15,10 @@ import shutil
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.stream import ServiceStream
@@ -42,8 +43,7 @@ _AHEAD_FILES, _AHEAD_BYTES = 64, 1 << 20
 _HASHED_AT_ONCE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteFile:
+class RemoteFile(Struct, frozen=True, kw_only=True):
     """A file on a node."""
 
     name: str
@@ -55,8 +55,7 @@ class RemoteFile:
     """For a symbolic link inside the directory: its relative target. Otherwise empty."""
 
 
-@dataclass(slots=True, kw_only=True)
-class FetchCounts:
+class FetchCounts(Struct, kw_only=True):
     """The result of ``OutputReader.fetch``."""
 
     files: int = 0

@@ -12,9 +12,11 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from distflow.backends.machines.connection.bootstrap import STORAGE, open_service
 from distflow.backends.machines.connection.stream import EMPTY_FRAME, EMPTY_LINE, ServiceStream
@@ -33,8 +35,7 @@ from distflow.transports.base import Transport
 __all__ = ["Blob", "Fetched", "Pace", "build_venv_on_node", "deliver_from_node", "fetch_on_node", "fetch_output", "send_blobs"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blob:
+class Blob(Struct, frozen=True, kw_only=True):
     """A file of this machine that nodes identify by its content."""
 
     digest: str
@@ -102,8 +103,7 @@ def _write(stream: ServiceStream, data: bytes, keepalive: bytes) -> None:
 _SHA_256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
+class Fetched(Struct, frozen=True, kw_only=True):
     """A task's files as a blob of this machine, or of its node (``is_here``)."""
 
     digest: str
