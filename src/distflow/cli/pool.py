@@ -94,7 +94,7 @@ def check(
     ] = False,
     path: Annotated[
         list[str] | None,
-        typer.Option("--path", help="Check that this path has the same contents on all nodes; may be repeated."),
+        typer.Option("--path", help="Check that this path has the same file names and sizes on all nodes; may be repeated."),
     ] = None,
     hostfile: HostfileOption = None,
     python: PythonOption = None,

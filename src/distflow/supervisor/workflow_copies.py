@@ -67,7 +67,7 @@ class WorkflowCopy(Struct, frozen=True, kw_only=True):
 
 
 def encode_copy(workflow: Workflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
-    """Return the copy to send with a task's ``prepare``; empty for all but the first tasks of a large gang.
+    """Return the copy to send with a task's ``prepare``; empty for tasks after the first ``COPIES`` of a gang.
 
     It is signed with the key in the directory ``secrets``. Raises ``StateError`` if that key cannot be used.
     """
@@ -98,7 +98,7 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
 
 
 def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
-    """Return the URLs that a workflow writes to: first those that only this machine writes to, then all others.
+    """Return the URLs of a workflow's outputs: first those that this machine would write, then all others.
 
     The former are ``file://`` and ``sftp://`` URLs, and URLs that cannot be parsed.
     """

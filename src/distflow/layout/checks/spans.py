@@ -132,15 +132,19 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
     problems = []
     stated = {number for member in members if (number := member.number("world_size"))}
     sizes = [member.number("size") or member.claims.gpus for member in members]
-    total = sum(size for size in sizes if size) if all(sizes) else "N"
+    total = sum(size for size in sizes if size) if all(sizes) else "W"
     has_example = any(all(key in member.flags for key in RANK_KEYS) for member in members)
-    cursor = 0
+    cursor: int | None = 0
     for member in members:
-        size = member.number("size") or member.claims.gpus or 0
+        size = member.number("size") or member.claims.gpus
         offset = member.number("offset")
         if member.claims.field is None and member.invocation is not None and member.invocation.launcher == "flags":
             absent = [key for key in RANK_KEYS if key not in member.flags]
-            values = {"offset": cursor, "size": size or "N", "world_size": max(stated) if stated else total}
+            values = {
+                "offset": "M" if cursor is None else cursor,
+                "size": size or "N",
+                "world_size": max(stated) if stated else total,
+            }
             if absent:
                 flags = " ".join(f"--{key} {values[key]}" for key in absent)
                 message = f"{member.name}: {member.invocation.program} needs flags for {and_list(absent)}"
@@ -148,7 +152,8 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
                 problems.append(Problem(where=member.where, message=message, hint=f"add {flags}"))
             elif (claim := member.flags["size"]).known is Known.COMPUTED:
                 problems.append(undefined_size(member, claim, f"add {ranks_field(member.claims.gpus or 'N')} to the task"))
-        cursor = (cursor if offset is None else offset) + size
+        begin = cursor if offset is None else offset
+        cursor = None if begin is None or size is None else begin + size
     return problems
 
 

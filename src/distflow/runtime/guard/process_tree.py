@@ -1,6 +1,6 @@
 """The processes of an attempt: kill all of them, keep them in a cgroup, and limit their memory.
 
-``TreeKiller`` kills a tree of processes even if its members try to escape: it stops all visible members, kills them, and
+``TreeKiller`` kills a tree of processes even if its members try to escape: it suspends all visible members, kills them, and
 repeats until none is left. Most callers are child subreapers, so a daemon whose parents have died becomes their child and stays
 in the tree. The other callers find such daemons by the attempt's variable, session or cgroup. The hard case is a chain of
 daemons that each fork and exit immediately: when a listing of /proc is complete, every process of the chain that it shows has
@@ -95,7 +95,7 @@ class TreeKiller:
         return [process for process in self._find(list(list_processes())) if process.is_alive]
 
     def step(self) -> bool:
-        """Stop all processes until no new processes appear (6 passes at most), kill them, and pursue processes that fork fast.
+        """Suspend processes until no new ones appear (6 passes at most), kill them, and pursue processes that fork fast.
 
         Returns whether there were any processes.
         """
@@ -272,7 +272,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 class MemoryLimit:
-    """A limit of ``limit`` bytes for all descendants of the process ``root``."""
+    """A limit of ``limit`` bytes for the sum of all descendants of the process ``root``."""
 
     def __init__(self, limit: int, root: int) -> None:
         self._limit = limit

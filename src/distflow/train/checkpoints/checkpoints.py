@@ -1,8 +1,8 @@
 """Atomic checkpoints: ``Checkpoints(directory)``, written and read by all ranks together.
 
 ``torch.distributed.checkpoint`` writes each rank's part of the tensors, and loads them on any number of ranks under any
-strategy. This module adds a directory that is renamed when all files are on disk, a manifest with sizes and checksums, and one
-decision for all ranks. The ranks communicate in a separate group, so that saving does not mix with the training's reductions.
+strategy. This module adds a directory that is renamed when all files are on disk, a manifest with sizes and checksums, and
+the same outcome on all ranks. They communicate in a separate group, so that saving does not mix with the training's reductions.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Checkpoints:
     ) -> None:
         """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
-        The checkpoint is complete after ``wait()``, another call, ``finish()`` or the end of the process, which report errors.
+        It is complete after ``wait()``, another call, ``train.finish()`` or the end of the process, which report errors.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -255,7 +255,7 @@ class Checkpoints:
             return chosen
         if self._rank == 0:
             problems = [problem for part in found for problem in part]
-            warnings.warn(f"{folder} is broken and passed over: {'; '.join(problems[:3])}", stacklevel=3)
+            warnings.warn(f"{folder} is broken and skipped: {'; '.join(problems[:3])}", stacklevel=3)
         return None
 
     def _give(self, folder: Path, manifest: files.Manifest, source: int, lacking: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """Sharded data parallelism: torch's FSDP2 (``fully_shard``), under the names of FSDP's sharding strategies.
 
 FULL_SHARD gathers a layer's parameters when they are needed and drops them again; SHARD_GRAD_OP keeps them from the forward
-to the backward pass; HYBRID_SHARD shards inside each row of a mesh and replicates over its columns. NO_SHARD is DDP
+to the backward pass; HYBRID_SHARD shards inside each row of a mesh and replicates between the rows. NO_SHARD is DDP
 (``build.replicate``).
 """
 

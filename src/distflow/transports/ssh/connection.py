@@ -235,7 +235,7 @@ class SshConnection:
         """Return a channel to ``host`` from the last of ``jumps``, which is reached through the earlier ones."""
         last = resolve_hop(jumps[-1], self._destination)
         via = f"jump host {last.alias} ({last.endpoint})"
-        # Named jump hosts override the last one's own ProxyJump, as with ssh -J.
+        # Jump hosts before the last one override its own ProxyJump, as with ssh -J.
         transport = self._connect_to(last, jumps[:-1] or last.proxy_jump, via, deadline)
         late = f"{via} did not reach {endpoint} within {deadline.seconds:g} s"
         try:

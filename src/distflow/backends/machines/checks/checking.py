@@ -89,8 +89,8 @@ def check_pool(
 ) -> Checked:
     """Measure these nodes of a pool. Errors of nodes are in the result, and never raised.
 
-    ``paths``: directories and files that should have the same contents on all nodes. With ``venv``, torch is searched in that
-    Python environment, if the node has it already.
+    ``paths``: directories and files that should have the same names and sizes on all nodes. With ``venv``, torch is searched
+    in that Python environment, if the node has it already.
     """
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
