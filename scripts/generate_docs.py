@@ -368,6 +368,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         (
             ("flags_left_out", "Every task of the world needs its flags."),
             ("flag_left_out", "A task needs all three flags."),
+            ("size_unknown", "After a task of unknown size, the offset is unknown."),
             ("not_a_number", "The values are whole numbers."),
             ("offset_negative", "An offset is 0 or more."),
             ("size_zero", "A size is 1 or more."),

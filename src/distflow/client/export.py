@@ -202,6 +202,6 @@ def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> li
     except FileExistsError as error:
         raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
     except OSError as error:
-        hint = "free some space, or choose another path"
-        raise InputError(f"{source} cannot be copied to {path}: {error.strerror}", hint=hint) from error
+        hint = "free some space, make its directory writable, or choose another path"
+        raise InputError(f"{path} cannot be written: {error.strerror}", hint=hint) from error
     return [file, *large]

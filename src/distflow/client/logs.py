@@ -261,7 +261,7 @@ class _RankChoice(Struct, frozen=True):
 
 
 def _chosen_ranks(tasks: Tasks, names: Collection[str], ranks: Collection[int]) -> dict[str, _RankChoice]:
-    """Return the chosen ranks of each task that is not chosen with all its ranks."""
+    """Return the chosen ranks of each task of which not all ranks are chosen."""
     choices = {
         one.name: _RankChoice(held=held_ranks(one.ranks), ranks=frozenset(ranks))
         for _, one in tasks

@@ -102,7 +102,7 @@ def choose_nodes(
             raise NotFound(f"there is no node {name!r}{where}", hint=did_you_mean(name, known, what="nodes"))
     if must_exist and not nodes:
         hint = f"to end leftover jobs: distflow node reap --pool {pools[0].name}"
-        raise InputError(f"pool {pools[0].name!r} has no nodes of its own, because {pools[0].backend} chooses them", hint=hint)
+        raise InputError(f"pool `{pools[0].name}` has no nodes of its own, because {pools[0].backend} chooses them", hint=hint)
     return [one for one in nodes if not names or one[1].name in names]
 
 

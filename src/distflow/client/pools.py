@@ -215,7 +215,7 @@ def check_pool(
     pool = choose_pool(client.configuration(), given=name, hosts=hosts).with_settings(settings)
     if pool.is_allocated and (nodes or all_reduce or paths):
         raise InputError(
-            f"pool {pool.name!r} has no nodes of its own to check, because {pool.backend} chooses them",
+            f"pool `{pool.name}` has no nodes of its own to check, because {pool.backend} chooses them",
             hint="leave out --node, --all-reduce and --path",
         )
     known = [node.name for node in pool.nodes]

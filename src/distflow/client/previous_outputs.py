@@ -103,7 +103,7 @@ def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, ta
         if not task.attempt:
             raise InputError(f"{shown} never ran, so it has no output", hint=f"details: distflow workflow query {record.id}")
         fetch = f"distflow workflow fetch {record.id} --task {task.name} --retry-id {task.attempt - 1}"
-        message = f"attempt {task.attempt} of {shown} has not run, so it has no output"
+        message = f"retry {task.attempt} of {shown} has not run, so it has no output"
         raise InputError(message, hint=f"to copy the output of the attempt before it: {fetch}")
     uuid = group.kept.uuid if group.kept else record.uuid
     attempt = attempt_name(uuid, group.name, task.name, task.attempt)

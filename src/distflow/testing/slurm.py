@@ -220,7 +220,7 @@ class Slurm:
         )  # fmt: skip
 
     def processes(self, node: str = "") -> list[int]:
-        """Return the process ids of jobs and their step daemons on a node; by default on all nodes, and of Slurm commands."""
+        """Return the process ids of jobs and step daemons on ``node``. Default: on all nodes, with those of Slurm commands."""
         spools = [str(self._spool / name) for name in ([node] if node else self.nodes)]
         marks = [f"SLURM_CONF={self.config}"] + ([f"SLURMD_NODENAME={node}"] if node else [])
         daemons = {daemon.pid for daemon in self._daemons.values()}

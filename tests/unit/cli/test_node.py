@@ -58,7 +58,7 @@ def test_pools_without_nodes_of_their_own_are_refused(
     (folder / "distflow.yaml").write_text(f"{CONFIGURATION}  hpc: {{backend: slurm}}\n")
     assert run(["node", *command, "--pool", "hpc"]) == 2
     out, err = capsys.readouterr()
-    message = "pool 'hpc' has no nodes of its own, because slurm chooses them"
+    message = "pool `hpc` has no nodes of its own, because slurm chooses them"
     if "json" in command:
         assert json.loads(out)["error"]["message"] == message
     else:

@@ -45,7 +45,7 @@ def test_the_suggestion_without_files_keeps_the_chosen_attempt(
         (0, "worker of {id} never ran", "details: distflow workflow query {id}"),
         (
             1,
-            "attempt 1 of worker of {id} has not run",
+            "retry 1 of worker of {id} has not run",
             "to copy the output of the attempt before it: distflow workflow fetch {id} --task worker --retry-id 0",
         ),
     ],

@@ -250,7 +250,7 @@ class RelayChannel:
         """The end of the command's standard error, and the carrier's messages if the relay ended before the command."""
         printed = self._channel.stderr_tail().encode("utf-8", "surrogateescape")
         text = _without_marks(printed, self._mark).decode("utf-8", "replace")
-        is_broken = self._channel.exit_code is not None and _exit_code(printed, self._mark) is None
+        is_broken = bool(self._mark) and self._channel.exit_code is not None and _exit_code(printed, self._mark) is None
         return tail_with_reason(text, "the relay ended before the command" if is_broken and REASON_MARK not in text else "")
 
     @property

@@ -35,7 +35,7 @@ _COMMAND_S = 30.0
 
 _ANSWER_S = 10.0
 _TRANSIENT = (408, 425, 429)
-"""Status codes after which a retry may succeed, in addition to those from 500."""
+"""Status codes after which a retry may succeed, in addition to 500 and above."""
 _SLACK_HOST = "hooks.slack.com"
 _SLACK_LENGTH = 3000
 
@@ -76,7 +76,7 @@ def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigge
         trigger: The event that the message pretends to report. Default: the first trigger of the entry.
 
     Returns:
-        The reason why it was not sent, or an empty text if it was sent.
+        The reason why the message was not sent, or an empty text if it was sent.
 
     Raises:
         StateError: if the credentials cannot be read.

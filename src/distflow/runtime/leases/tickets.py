@@ -43,7 +43,7 @@ class ReservedAmounts(NamedTuple):
     amounts: Dict[str, int]
     """Amounts of ``gpus``, ``cpus`` and ``memory`` (bytes)."""
     names: str
-    """Names of those gangs, for messages."""
+    """A task of each of those gangs, for messages."""
 
 
 def kept_for_others(directory: int, attempt: str) -> ReservedAmounts:
@@ -89,7 +89,7 @@ def write_ticket(directory: int, holder: Json, amounts: Dict[str, int]) -> None:
 
 
 def remove_ticket(directory: int, attempt: str) -> None:
-    """Remove the ticket of a task that has its lease. If the lease is released, ``write_ticket`` restores its place."""
+    """Remove the ticket of a task that has its lease. If the lease is soon released, ``write_ticket`` restores its place."""
     _unlink(directory, _name(_task(attempt)))
 
 

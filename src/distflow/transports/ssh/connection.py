@@ -46,7 +46,7 @@ from distflow.transports.ssh.sockets import ProxyProcess, addresses_of, connect_
 __all__ = ["SshConnection"]
 
 _PROHIBITED = 1
-"""The reason code for a refused channel that means "not allowed" (RFC 4254, 5.1)."""
+"""The reason code of a refused channel for "not allowed" (RFC 4254, 5.1)."""
 _FORWARDING_HINT = (
     "allow it there: AllowTcpForwarding and PermitOpen in sshd_config, and the options of your key in ~/.ssh/authorized_keys"
 )
@@ -137,7 +137,7 @@ class SshConnection:
             return channel
 
     def dial(self, port: int, deadline: Deadline) -> paramiko.Channel:
-        """Let sshd connect to a port of its machine's 127.0.0.1."""
+        """Let sshd connect to a port on 127.0.0.1 of its machine."""
         transport = self._transport
         if transport is None or self._is_closed:
             raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
@@ -299,7 +299,7 @@ class SshConnection:
         check = check_host_key((*known, *revoked), host.key_name, key.asbytes(), certificate)
         if check.kind == "unknown" and host.host_key_policy == "accept-new" and host.known_hosts_files:
             file = host.known_hosts_files[0]
-            with foreign_errors(self.node, endpoint, f"writing its key into {file}"):
+            with foreign_errors(self.node, endpoint, f"storing its host key in {file} on this machine"):
                 check = add_known_host(file, host.key_name, key.asbytes(), hashed=host.hash_known_hosts)
         if check.kind != "known":
             self.close()

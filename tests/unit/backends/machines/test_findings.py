@@ -190,7 +190,7 @@ def test_foreign_gpu_processes_are_a_warning_and_distflow_processes_a_note() -> 
         ({"error": "AttributeError('x')"}, ("warning", "torch 2.6.0 can be imported, but not queried: AttributeError('x')")),
         (
             {"python": "", "error": "sh: module: not found"},
-            ("warning", "its python /v/python does not answer in the environment of tasks"),
+            ("warning", "its `python` (/v/python) does not answer in the environment of tasks"),
         ),
         ({"cuda": None, "is_available": False}, ("warning", "torch 2.6.0 (built without CUDA) sees none of its GPUs")),
         ({"is_available": False}, ("warning", "torch 2.6.0 (built for CUDA 12.4) sees none of its GPUs")),

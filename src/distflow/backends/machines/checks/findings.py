@@ -270,7 +270,7 @@ def _torch(measured: Measured) -> Iterator[Finding]:
     if torch is None:
         return
     if not torch.python:
-        message = f"its python {measured.node.python} does not answer in the environment of tasks: {torch.error}"
+        message = f"its `python` ({measured.node.python}) does not answer in the environment of tasks: {torch.error}"
         yield warning("python", names, message, "check `python`, `setup` and `environment` of the node")
     elif torch.error:
         what = "torch cannot be imported"
