@@ -451,7 +451,7 @@ class Workflow:
             record = self._record(client)
             chosen = [pair for pair in workflows.choose_tasks(record, names) if names or pair[1].state is State.RUNNING]
             if not chosen:
-                raise InputError(f"no task of {self.id} is running; the status of the workflow is {record.status}")
+                raise InputError(running_tasks.describe_no_running_task(record))
             tasks = [running_tasks.running_task(client, record, group, one, connect_timeout) for group, one in chosen]
         output: dict[tuple[int, bool], bytearray] = {}
         codes: dict[int, int] = {}

@@ -38,6 +38,7 @@ __all__ = [
     "Session",
     "Size",
     "TaskStacks",
+    "describe_no_running_task",
     "find_running_task",
     "forward_ports",
     "read_stacks",
@@ -225,6 +226,11 @@ def run_on_tasks(
     return CommandsEnded(codes=tuple(codes.values()), errors=tuple(errors))
 
 
+def describe_no_running_task(record: WorkflowRecord) -> str:
+    """Return the message for an operation that needs a running task of a workflow, which has none."""
+    return f"no task of {record.id} is running; the status of the workflow is {record.status}"
+
+
 def read_stacks(
     client: Client, record: WorkflowRecord, names: Sequence[str] = (), *, on_start: Callable[[int], None] = lambda _: None
 ) -> list[TaskStacks]:
@@ -247,7 +253,7 @@ def read_stacks(
     chosen = [(group, one) for group, one in choose_tasks(record, names) if one.state in _RUNNING]
     if not chosen:
         given = f"{listed(names)} of {record.id} {'is' if len(names) == 1 else 'are'} not running"
-        message = given if names else f"no task of {record.id} is running; the status of the workflow is {record.status}"
+        message = given if names else describe_no_running_task(record)
         raise InputError(message, hint=f"details: distflow workflow query {record.id}")
     pool = client.store.pool(record.uuid)
     asked = [

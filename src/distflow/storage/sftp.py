@@ -51,11 +51,9 @@ _ADDRESS = re.compile(r"(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]
 def destination_of(url: StorageUrl) -> SshDestination:
     """Return the SSH destination of a URL. Raises ``InputError``."""
     match = _ADDRESS.fullmatch(url.container)
-    if match is None or not (match["v6"] or match["host"]):
-        raise InputError(f"{url} has no valid host and port", hint="write sftp://[user@]host[:port]/path")
-    port = int(match["port"]) if match["port"] else None
+    port = int(match["port"]) if match is not None and match["port"] else None
     # Other programs would take a name that begins with `-` as an option.
-    if (match["host"] or "").startswith("-") or (port is not None and not 0 < port < 65536):
+    if match is None or (match["host"] or "").startswith("-") or (port is not None and not 0 < port < 65536):
         raise InputError(f"{url} has no valid host and port", hint="write sftp://[user@]host[:port]/path")
     return SshDestination(host=match["v6"] or match["host"], port=port, user=match["user"])
 

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, NodeUnreachable
 
 __all__ = [
     "REASON_MARK",
@@ -24,6 +24,7 @@ __all__ = [
     "Outcome",
     "Stream",
     "Transport",
+    "command_closed",
     "fan_out",
     "tail_with_reason",
 ]
@@ -166,6 +167,11 @@ def tail_with_reason(tail: str, why: str) -> str:
     """Return ``tail``, and below it ``why`` the connection broke. An empty ``why`` adds nothing."""
     newline = "\n" if tail and not tail.endswith("\n") else ""
     return f"{tail}{newline}{REASON_MARK}{why}\n" if why else tail
+
+
+def command_closed(node: str) -> NodeUnreachable:
+    """Return the error of a write to a channel that this side has closed."""
+    return NodeUnreachable(node, "the connection to the command is closed")
 
 
 class BorrowedTransport:

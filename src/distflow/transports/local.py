@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from distflow.errors import NodeUnreachable
-from distflow.transports.base import Completed
+from distflow.transports.base import Completed, command_closed
 
 __all__ = ["LocalChannel", "LocalStream", "LocalTransport", "login_environment"]
 
@@ -144,7 +144,7 @@ class LocalChannel:
         with self._writing:
             while view:
                 if self._process is None or self._process.stdin is None or self._is_closed:
-                    raise NodeUnreachable(self._node, "the connection to the command is closed")
+                    raise command_closed(self._node)
                 fd = self._process.stdin.fileno()
                 if not self._wait(fd, select.POLLOUT):
                     raise NodeUnreachable(self._node, "the channel was closed while it was being written to")

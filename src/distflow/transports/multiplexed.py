@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from distflow.errors import BootstrapFailed, NodeUnreachable, TransportError
 from distflow.runtime.services import command_hub as hub
-from distflow.transports.base import Channel, Completed, Deadline, Transport, tail_with_reason
+from distflow.transports.base import Channel, Completed, Deadline, Transport, command_closed, tail_with_reason
 from distflow.transports.shared_connection import SharedConnection
 
 __all__ = ["MultiplexedChannel", "MultiplexedTransport"]
@@ -278,7 +278,7 @@ class MultiplexedChannel:
             if self._error is not None:
                 raise _copy_of(self._error)
             if self._is_closed or self._input_ended:
-                raise NodeUnreachable(self._connection.node, "the connection to the command is closed")
+                raise command_closed(self._connection.node)
             if self._input_closed or self._is_over:
                 closed = "the command has ended or closed its input"
                 what = closed if self._is_command else "the other side closed the connection"

@@ -203,8 +203,8 @@ class RelayChannel:
     ) -> None:
         """Start the relay: ``start`` returns a channel to it, or raises ``NodeUnreachable``.
 
-        The relay's own lines begin with ``mark``. ``is_transient`` is as in ``RelayTransport``. ``forget`` is
-        called when the channel ends.
+        The relay's own lines begin with ``mark``, which is empty for a connection to a port. ``is_transient`` is as in
+        ``RelayTransport``. ``forget`` is called when the channel ends.
         """
         self._node = node
         self._start = start

@@ -183,12 +183,11 @@ class _Agent:
         if request.get("idle_timeout_s"):
             self._idle_s = float(request["idle_timeout_s"])
             self._check_idle()
-        lease_dir = str(request.get("lease_dir") or "")
+        lease_dir, pid = str(request.get("lease_dir") or ""), os.getpid()
 
-        def gather() -> Json:
+        def gather() -> Json:  # perhaps in a child, whose id is not the agent's
             return {"facts": dict(facts.gather_facts(self._root), machine=lease_directory_id(lease_dir), agent_pid=pid)}
 
-        pid = os.getpid()
         self._watch(request, answer, gather, is_quick=facts.is_quick())
 
     def _watch(self, request: Json, answer: _Answer, gather: Callable[[], Json] = dict, *, is_quick: bool = True) -> None:

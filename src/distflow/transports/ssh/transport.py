@@ -12,7 +12,7 @@ import paramiko
 
 from distflow.errors import NodeUnreachable
 from distflow.shell import quote
-from distflow.transports.base import Completed, Deadline, tail_with_reason
+from distflow.transports.base import Completed, Deadline, command_closed, tail_with_reason
 from distflow.transports.shared_connection import SharedConnection
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.connection import SshConnection
@@ -111,7 +111,7 @@ class SshChannel:
         """Send ``data`` to the command's standard input."""
         with self._writing, foreign_errors(self._connection.node, self._connection.endpoint, "writing to a command"):
             if self._is_closed:
-                raise NodeUnreachable(self._connection.node, "the connection to the command is closed")
+                raise command_closed(self._connection.node)
             with self._connection.on_behalf_of(self._channel):
                 _send(self._connection, self._channel, data)
 
