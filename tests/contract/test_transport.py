@@ -13,7 +13,7 @@ import pytest
 from contract.conftest import processes_with
 from distflow.errors import NodeUnreachable
 from distflow.testing.waiting import wait_until
-from distflow.transports.base import Channel
+from distflow.transports.base import REASON_MARK, Channel
 from distflow.transports.local import LocalTransport
 from distflow.transports.multiplexed import MultiplexedTransport
 
@@ -225,8 +225,9 @@ def test_a_stream_reaches_a_port_of_the_node_and_each_direction_ends_by_itself(t
 def test_a_port_without_a_listener_is_reported(transport: Transport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(NodeUnreachable, match=f"{transport.name}: nothing answers on its port {port}"):
+    with pytest.raises(NodeUnreachable, match=f"{transport.name}: nothing answers on its port {port}") as caught:
         transport.dial(port, timeout_s=60)
+    assert REASON_MARK not in str(caught.value)  # the connection to the node is not at fault
 
 
 def test_closing_a_stream_ends_a_read(transport: Transport) -> None:

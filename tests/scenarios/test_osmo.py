@@ -92,7 +92,7 @@ def _run(cli: Cli, spec: Path, name: str) -> str:
         line.replace(str(cli.folder), "HERE")
         for line in done.err.splitlines()
         # Whether the tests' directory lies in /tmp, which tasks of a node share, depends on the machine.
-        if ": warning: " in line and f"share `{cli.folder}" not in line
+        if ": warning: " in line and f"share `{cli.folder}`" not in line
     ]
     lines += [f"{workflow['name']}: {workflow['status']}"]
     lines += [f"label {key}={value}" for key, value in sorted(workflow["labels"].items())]
