@@ -62,7 +62,13 @@ workflow:
     tasks:
     - name: one
       lead: true
-      command: [sh, -c, "mkdir {{output}}/logs; echo 1 > {{output}}/logs/a.txt; echo m > {{output}}/model.pt; echo w > here"]
+      # The end of the lead stops the other task, so the lead waits for the other task's file.
+      command:
+      - sh
+      - -c
+      - |
+        mkdir {{output}}/logs; echo 1 > {{output}}/logs/a.txt; echo m > {{output}}/model.pt; echo w > here
+        until [ -s {{output}}/../../../two/0/output/b.txt ]; do sleep 0.05; done
     - {name: two, command: [sh, -c, "echo 2 > {{output}}/b.txt; exec sleep 600"]}
   - {name: later, tasks: [{name: three, command: ["true"], inputs: [{task: one}]}]}
 """
