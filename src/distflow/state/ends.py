@@ -8,21 +8,24 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, Reason
 from distflow.protocol.ends import EndReason
 
-__all__ = ["Cause", "End", "RankText"]
+__all__ = ["Cause", "End", "PrintedLine"]
 
 
-class RankText(str):
-    """The text of a line whose rank is known."""
+class PrintedLine(str):
+    """The text of a line of a task's output."""
 
-    __slots__ = ("rank",)
+    __slots__ = ("rank", "time")
 
-    rank: int
+    rank: int | None
+    """The rank that printed it; ``None`` if the task's ranks share one output, or if the process was not a rank."""
+    time: float | None
+    """Seconds since the epoch by the node's clock; ``None`` if it is not known."""
 
     @classmethod
-    def of(cls, text: str, rank: int) -> RankText:
-        """Return ``text`` as a line of ``rank``."""
+    def of(cls, text: str, rank: int | None = None, time: float | None = None) -> PrintedLine:
+        """Return ``text`` as a line that ``rank`` printed at ``time``."""
         made = cls(text)
-        made.rank = rank
+        made.rank, made.time = rank, time
         return made
 
 

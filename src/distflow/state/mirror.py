@@ -21,7 +21,7 @@ from pathlib import Path
 from distflow.protocol.names import attempt_name
 from distflow.runtime.files import log_files
 from distflow.runtime.files.safe_files import reserve_bytes
-from distflow.state.ends import RankText
+from distflow.state.ends import PrintedLine
 from distflow.state.logs import LogSource, end_lines
 
 __all__ = ["LAST_LINES", "Mirror"]
@@ -118,12 +118,9 @@ class Mirror:
                 times.append((self.folder(workflow, group, task, attempt) / name).stat().st_mtime)
         return max(times, default=None)
 
-    def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
-        """Return at most ``count`` last mirrored lines of an attempt's output, without blank ones; fewer if they are very long.
-
-        The lines of a rank with a separate output are ``RankText``.
-        """
+    def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[PrintedLine, ...]:
+        """Return at most ``count`` last mirrored lines of an attempt's output, without blank ones. Long lines reduce it."""
         source = LogSource(task, attempt, self.folder(workflow, group, task, attempt))
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
-        printed = ((text, line.rank) for line in lines for text in line.text.splitlines() if text.strip())
-        return tuple(text if rank is None else RankText.of(text, rank) for text, rank in printed)[-count:]
+        printed = [(text, line) for line in lines for text in line.text.splitlines() if text.strip()]
+        return tuple(PrintedLine.of(text, line.rank, line.time) for text, line in printed[-count:])

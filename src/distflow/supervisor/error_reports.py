@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from distflow.documents.text import plain
 from distflow.protocol.ends import EndReason, signal_name
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
-from distflow.state.ends import End, RankText
+from distflow.state.ends import End, PrintedLine
 
 __all__ = [
     "FailureReport",
@@ -24,6 +24,7 @@ __all__ = [
     "failure_report",
     "hidden_failure_report",
     "printed_exceptions",
+    "raised_before_stop",
     "read_report",
     "without_launcher",
 ]
@@ -67,6 +68,8 @@ def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
     reported = read_report(lines)
     raised = {} if detail else _rank_exceptions(lines, reported, is_by_exception=_may_be_exception(end))
     first, exception = _first_failure(reported, raised)
+    if not detail and end is not None and (earlier := raised_before_stop(end, lines)):
+        first, exception = None, earlier
     pid = error.pid
     rank = error.rank if error.rank is not None else first.rank if first else exception.rank if exception else None
     if exception is not None:
@@ -80,6 +83,22 @@ def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
         is_symptom=_reports_lost_peer(detail if exception is None else exception.text, lines, first),
         has_joined=exception is not None and exception.is_labeled,
     )
+
+
+def raised_before_stop(end: End, lines: Sequence[str]) -> PrintedException | None:
+    """Return the exception that ended a rank of a task before the task was stopped, or ``None`` if the output shows none.
+
+    torch labels a traceback only if nothing caught the exception. torchrun reports a failed rank after its other ranks have
+    ended, so it is often stopped before that. Exceptions that only report the loss of another process are ignored.
+    """
+    if end.stopped_at is None:
+        return None
+    for one in printed_exceptions(lines):
+        line = lines[one.last_line]
+        time = line.time if isinstance(line, PrintedLine) else None
+        if one.is_labeled and time is not None and not is_symptom(one.text):
+            return one if (end.clock.ours(time) if end.clock else time) <= end.stopped_at else None
+    return None
 
 
 def hidden_failure_report(lines: Sequence[str]) -> FailureReport | None:
@@ -282,7 +301,7 @@ def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool
     """Return a line's stream, its global rank, its text without labels, and whether torch labeled it as a rank's traceback."""
     key: tuple[str, int] | None = None
     rank, start, has_torch_label = None, 0, False
-    if isinstance(line, RankText):
+    if isinstance(line, PrintedLine) and line.rank is not None:
         key, rank = ("rank", line.rank), line.rank
     line = _COLORS.sub("", line) if "\x1b" in line else line
     while match := _LABEL.match(line, start):

@@ -24,13 +24,14 @@ from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.protocol.ends import EndReason, signal_name
 from distflow.protocol.error_file import is_symptom, parse_error_file
-from distflow.state.ends import RankText
+from distflow.state.ends import PrintedLine
 from distflow.state.record import Cause, End, GroupRecord, HiddenFailure, TaskRecord
 from distflow.structs import replace
 from distflow.supervisor.error_reports import (
     FailureReport,
     failure_report,
     hidden_failure_report,
+    raised_before_stop,
     without_launcher,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "first_cause",
     "hidden_cause",
     "missing_ranks",
+    "with_own_failures",
 ]
 
 
@@ -101,6 +103,21 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
         started_at=task.started_at if task.started_at is not None else end.started_at,
         ended_at=end.ended_at,
     )
+
+
+def with_own_failures(group: GroupRecord, counted: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> GroupRecord:
+    """Return the group after a search for tasks that failed before they were stopped.
+
+    Only if all other failed tasks report the loss of a peer, such a task is a failure of its own (``raised_before_stop``).
+    ``counted`` are the tasks whose failure fails the group, and ``lines`` the last lines of their output.
+    """
+    failed = [task for task in counted if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
+    if not failed or any(_blame_order(task, failure_report(task.end, lines.get(task.name, ()))) != 1 for task in failed):
+        return group
+    for task in counted:
+        if task.reason is Reason.PEER_FAILED and task.end and raised_before_stop(task.end, lines.get(task.name, ())):
+            group = group.with_task(replace(task, reason=Reason.EXIT_CODE, message="failed before it was stopped"))
+    return group
 
 
 def by_exit_actions(task: TaskRecord, actions: ExitActions) -> TaskRecord:
@@ -232,7 +249,7 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
 def _last_lines(printed: Sequence[str], rank: str) -> tuple[str, ...]:
     """Return the last lines for a cause: those of the failed rank if each rank has its own output."""
     lines = without_launcher(printed)
-    own = [line for line in lines if isinstance(line, RankText) and str(line.rank) == rank]
+    own = [line for line in lines if isinstance(line, PrintedLine) and str(line.rank) == rank]
     return tuple(map(str, (own or lines)[-_LINES:]))
 
 

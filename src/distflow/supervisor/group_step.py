@@ -47,7 +47,14 @@ from distflow.supervisor.commands import (
     Start,
     Stop,
 )
-from distflow.supervisor.failures import by_exit_actions, check_outputs, first_cause, hidden_cause, missing_ranks
+from distflow.supervisor.failures import (
+    by_exit_actions,
+    check_outputs,
+    first_cause,
+    hidden_cause,
+    missing_ranks,
+    with_own_failures,
+)
 from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted, without_build
 from distflow.supervisor.snapshot import Decision, NodeView, Snapshot, Workflow, attempt_key
 from distflow.supervisor.transfers import GroupTransfers, PendingOutputs, inherited_results, input_transfers, pending_outputs
@@ -405,6 +412,8 @@ class GroupStep:
                 self._show_message(saving)
             return
         group = self.group
+        group = with_own_failures(group, [task for task in group.tasks if self.plan.counts(task.name)], self._lines())
+        self.group = group
         cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
             # No failure of a started task fails the group, so the cause is a task that could not start.

@@ -100,6 +100,8 @@ def _end_cause(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) ->
 
 
 def _stop_cause(task: TaskRecord, cause: Cause | None) -> str:
+    if cause is not None and task.name == cause.task:
+        return "other tasks ended sooner"
     if task.reason is Reason.PEER_FAILED and cause is not None:
         return f"{cause.task} failed"
     return REASON_TEXT[task.reason] if task.reason is not None else task.message

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.documents.text import plain
 from distflow.protocol.ends import EndReason
-from distflow.state.ends import End, RankText
+from distflow.state.ends import End, PrintedLine
 from distflow.supervisor.error_reports import (
     FailureReport,
     failure_report,
@@ -168,7 +168,7 @@ def test_a_script_that_cannot_be_compiled_is_reported_with_its_line(error: str) 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_under_torchrun_a_script_that_cannot_be_compiled_is_reported_with_its_rank(version: str) -> None:
     launcher = output(version, "exits.bare")
-    told = failure_report(FAILED, [*(RankText.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
+    told = failure_report(FAILED, [*(PrintedLine.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
     assert (told.rank, told.detail) == ("1", UNCOMPILED[-1])
     assert told.traceback == "\n".join(UNCOMPILED)
 
@@ -300,8 +300,8 @@ def test_long_lines_are_parsed_quickly(line: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_ranks_with_separate_output_need_no_labels(version: str) -> None:
     """Two ranks raise at the same moment. The rank of each line is known, so their order does not matter."""
-    one = [RankText.of(line, 1) for line in (BEGIN, '  File "a.py", line 3', "ConnectionError: Connection closed by peer")]
-    two = [RankText.of(line, 0) for line in (BEGIN, '  File "a.py", line 7', "KeyError: 'label'")]
+    one = [PrintedLine.of(line, 1) for line in (BEGIN, '  File "a.py", line 3', "ConnectionError: Connection closed by peer")]
+    two = [PrintedLine.of(line, 0) for line in (BEGIN, '  File "a.py", line 7', "KeyError: 'label'")]
     mixed = [line for pair in zip(one, two, strict=True) for line in pair]
     report = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output(version, "killed.bare")]
     report = [line.replace("exitcode  : -9", "exitcode  : 1") for line in report]

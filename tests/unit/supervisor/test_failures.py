@@ -9,10 +9,10 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
 from distflow.state.codec import decode
-from distflow.state.ends import RankText
+from distflow.state.ends import PrintedLine
 from distflow.state.record import End, GroupRecord, TaskRecord
 from distflow.structs import replace
-from distflow.supervisor.failures import conclude, end_from, first_cause
+from distflow.supervisor.failures import conclude, end_from, first_cause, with_own_failures
 from distflow.supervisor.group_step import MISSING_RANKS_S
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, workflow
@@ -163,7 +163,7 @@ def test_the_earliest_failure_is_the_cause() -> None:
 def test_the_last_lines_are_those_of_the_failed_rank() -> None:
     raised = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "ValueError: bad batch"]
     lost = [*raised[:2], "RuntimeError: Connection closed by peer"]
-    own, other = [RankText.of(text, 3) for text in ["epoch 1", *raised]], [RankText.of(text, 2) for text in lost]
+    own, other = [PrintedLine.of(text, 3) for text in ["epoch 1", *raised]], [PrintedLine.of(text, 2) for text in lost]
     cause = first_cause([replace(_failed("t", 1.0), ranks="2-3")], {"t": (*own, *other)})
     assert cause is not None
     assert (cause.ranks, cause.lines) == ("3", ("epoch 1", *raised))
@@ -228,6 +228,38 @@ def test_output_also_shows_that_a_task_lost_its_peer() -> None:
 
 def test_stopped_task_is_never_the_cause() -> None:
     assert first_cause([_failed("a", 1.0, reason=Reason.PEER_FAILED)], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("printed_at", "text", "master", "cause"),
+    [
+        (
+            49.0,
+            "ValueError: bad label",
+            "Connection closed by peer",
+            ("worker", "3", "failed before it was stopped: ValueError: bad label"),
+        ),
+        (51.0, "ValueError: bad label", "Connection closed by peer", None),  # after the stop, which may be the reason
+        (49.0, "RuntimeError: Broken pipe", "Connection closed by peer", None),
+        (49.0, "ValueError: bad label", "KeyError: 'x'", None),
+    ],
+)
+def test_a_stopped_task_whose_rank_had_raised_is_the_cause_if_the_others_lost_it(
+    printed_at: float, text: str, master: str, cause: tuple[str, str, str] | None
+) -> None:
+    raised = ("[rank3]: Traceback (most recent call last):", '[rank3]:   File "a.py", line 1, in <module>', f"[rank3]: {text}")
+    lines: dict[str, tuple[str, ...]] = {"worker": tuple(PrintedLine.of(line, time=printed_at) for line in raised)}
+    # The node's clock is 100 s ahead, and the task was stopped at 50 s by that clock.
+    end = End(
+        ended_at=3.0, reason=EndReason.PEER_FAILED, signal=9, stopped_at=-50.0, clock=Clock(offset_s=100.0, uncertainty_s=0.1)
+    )
+    worker = replace(_failed("worker", 3.0, reason=Reason.PEER_FAILED), end=end)
+    group = with_own_failures(
+        replace(RUNNING, tasks=(_failed("master", 1.0, master), worker)), (_failed("master", 1.0, master), worker), lines
+    )
+    found = first_cause(group.tasks, lines)
+    assert found is not None
+    assert (found.task, found.ranks, found.message) == (cause or ("master", "0-7", f"exit code 1: {master}"))
 
 
 def test_lost_node_is_the_last_suspect() -> None:
