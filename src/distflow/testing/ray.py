@@ -43,13 +43,15 @@ _SETTINGS = {
 }
 _CLI = "from ray.scripts.scripts import main; main()"
 _RUNNER = """\
-import contextlib, io, json, ray, sys
+import functools, io, json, os, ray, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # Ray prints messages of its daemons there, at any time
 ray.init(address=sys.argv[1], namespace="distflow", log_to_driver=False, logging_level="ERROR")
 ray._private.worker.global_worker.threads_stopped.set()  # as in cluster_program.py
 for line in sys.stdin:
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(json.loads(line), {"ray": ray})
-    print(json.dumps(output.getvalue()), flush=True)
+    output = io.StringIO()
+    exec(json.loads(line), {"ray": ray, "print": functools.partial(print, file=output)})
+    print(json.dumps(output.getvalue()), file=answers, flush=True)
 """
 
 
