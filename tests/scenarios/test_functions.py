@@ -151,7 +151,7 @@ def test_what_cannot_work_is_refused_before_it_starts(cli: Cli, project: Path) -
         "`nodes` must be a whole number, 1 or more, not 0": lambda: run(double, args=(1,), nodes=0),
         "`ranks` must be a whole number, 1 or more, not -1": lambda: run(double, args=(1,), ranks=-1),
         "`My Run!` is not a valid name of a workflow\nfor example `My-Run`": lambda: run(double, args=(1,), name="My Run!"),
-        "does not take these arguments: missing a required argument: 'number'": lambda: run(double),
+        "cannot be called with these arguments: missing a required argument: 'number'": lambda: run(double),
         "5 is not a function": lambda: run(cast("Any", 5)),
         "returns a coroutine or a generator": lambda: run(later),
         "`on_interrupt` must be `cancel` or `detach`": lambda: run(double, args=(1,), on_interrupt=cast("Any", "stop")),

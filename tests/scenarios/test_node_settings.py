@@ -50,7 +50,7 @@ def test_wrong_settings_are_refused(cli: Cli) -> None:
     for option, value, words in (
         ("--python", "", "--python `` is not a path or a name"),
         ("--python", "-c", "--python `-c` is not a path or a name"),
-        ("--env", "1A=x", "--env `1A` is not of the form NAME=VALUE"),
+        ("--env", "1A=x", "--env: `1A` is not a valid name of a variable"),
         ("--env", "MASTER_PORT=x", "--env: error: one: MASTER_PORT: x: the port must be a number"),
         ("--env", "SECRET", "--env `SECRET` is not of the form NAME=VALUE\nwrite SECRET=value\n"),
     ):

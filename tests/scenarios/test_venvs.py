@@ -85,7 +85,7 @@ def test_wrong_requirements_are_refused_before_anything_is_stored(cli: Cli) -> N
     (cli.folder / "requirements.txt").write_text("greeter\n-e .\n")
     done = cli.run("workflow", "validate", spec)
     assert done.code == 2
-    assert "requirements.txt:2: error: `.` is a file of this machine, which nodes cannot install" in done.out + done.err
+    assert "requirements.txt:2: error: `.` is a path on this machine, which nodes cannot install" in done.out + done.err
     (cli.folder / "requirements.txt").write_text("greeter\n")
     done = cli.run("workflow", "submit", spec, "--dry-run")
     assert "Python environment of requirements.txt" in done.out

@@ -321,7 +321,9 @@ class Launcher:
         try:
             inspect.signature(function).bind(*args, **kwargs)
         except TypeError as error:
-            raise InputError(f"the function does not take these arguments: {error}") from None
+            raise InputError(
+                f"`{getattr(function, '__name__', function)}` cannot be called with these arguments: {error}"
+            ) from None
         except ValueError:  # functions that are written in C may have no signature
             return
 

@@ -349,7 +349,7 @@ def _handle_other_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        _print_error(f"error: a bug in distflow: {error!r}\nThe traceback is in {path}. Please report it.")
+        _print_error(f"error: a bug in distflow: {error!r}\nPlease report it with the traceback in {path}.")
     except OSError:
         _print_error(f"error: a bug in distflow:\n{text}")
     return _BUG

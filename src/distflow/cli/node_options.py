@@ -58,13 +58,11 @@ def parse_node_settings(
     variables: dict[str, str] = {}
     for item in env or ():
         name, equals, value = item.partition("=")
-        if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            hint = (
-                "a name has letters, digits and `_`, and does not begin with a digit"
-                if equals or not name
-                else f"write {name}=value"
-            )
-            raise InputError(f"--env `{name}` is not of the form NAME=VALUE", hint=hint)
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            hint = "write NAME=VALUE; the name has letters, digits and `_`, and does not begin with a digit"
+            raise InputError(f"--env: `{name}` is not a valid name of a variable", hint=hint)
+        if not equals:
+            raise InputError(f"--env `{name}` is not of the form NAME=VALUE", hint=f"write {name}=value")
         variables[name] = value
     requirements = None
     if venv is not None:

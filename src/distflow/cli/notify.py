@@ -26,17 +26,15 @@ __all__ = ["app"]
 app = command_app(no_args_is_help=True)
 
 _SpecArgument = Annotated[str | None, typer.Argument(metavar="[FILE]", help="A spec whose entries are included.")]
-_NO_TARGETS = (
-    "No target is notified: `notify` is in neither the configuration nor your profile. See `distflow profile set --help`."
-)
 
 
 @app.callback()
 def _notify() -> None:
     """List and test notifications about workflows.
 
-    Entries of `notify` in the configuration, in your profile and in a spec name targets: web addresses, credentials with URLs,
-    and commands. distflow can notify them when a workflow starts, ends or waits for a long time.
+    An entry of `notify` defines a target: a URL, a credential that contains a URL, or a command. Entries can be in the
+    configuration and in your profile, and, except for commands, in a spec. distflow can notify their targets when a workflow
+    starts, ends or waits for a long time.
     """
 
 
@@ -50,7 +48,7 @@ def list_command(file: _SpecArgument = None, format_type: FormatOption = Format.
         rows = [_json(one) | {"problem": problem or None} for one, problem in zip(targets, problems, strict=True)]
         print(json.dumps({"notifications": rows}, indent=2))
     elif not targets:
-        print(_NO_TARGETS, file=sys.stderr)
+        _print_no_targets(file)
     else:
         cells = [(*_cells(one), plain(problem)) for one, problem in zip(targets, problems, strict=True)]
         print(table(("Target", "On", "Defined in", "Problem"), cells), end="")
@@ -68,9 +66,9 @@ def send_test_messages(
     ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Send a test message to each target, once.
+    """Send one test message to each target, without retries.
 
-    The message is marked with `test`. The exit code is 3 if a target did not accept it.
+    The message is marked with `test`. The exit code is 3 if a message could not be sent or was not accepted.
     """
     with open_client() as client:
         targets = _named(find_notify_targets(client, file), name or ())
@@ -84,9 +82,14 @@ def send_test_messages(
         rows = [_json(one) | {"sent": not error, "error": error or None} for one, error in zip(targets, errors, strict=True)]
         print(json.dumps({"notifications": rows}, indent=2))
     elif not targets:
-        print(_NO_TARGETS, file=sys.stderr)
+        _print_no_targets(file)
     if any(errors):
         raise typer.Exit(NotifyError.exit_code)
+
+
+def _print_no_targets(file: str | None) -> None:
+    where = f"the configuration, your profile or {plain(file)}" if file else "the configuration or your profile"
+    print(f"No target is notified: `notify` is not in {where}. See `distflow profile set --help`.", file=sys.stderr)
 
 
 def _named(targets: Sequence[NotifyTarget], names: Sequence[str]) -> Sequence[NotifyTarget]:

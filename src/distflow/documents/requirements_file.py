@@ -143,7 +143,7 @@ def _secrets(line: str) -> Iterator[str]:
 
 
 def _problem_of(line: str, where: Mark) -> Problem | None:
-    """Return the problem of a line that names a file of this machine, or a URL with a password; ``None`` for other lines."""
+    """Return the problem of a line that is not valid, names a path on this machine or has a URL with a password."""
     if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
         hint = "put it into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
         return Problem(where=where, message="the URL contains a password or a token, which plans would show", hint=hint)
@@ -151,10 +151,14 @@ def _problem_of(line: str, where: Mark) -> Problem | None:
     if option is None and line.startswith("-"):
         return None
     location, named = (option["location"], None) if option is not None else (line, _NAMED.fullmatch(line))
-    if named is not None and not _ARCHIVE.fullmatch(line.split(" ", maxsplit=1)[0]):
+    is_archive = _ARCHIVE.fullmatch(line.split(" ", maxsplit=1)[0])
+    if named is not None and not is_archive:
         location = (named["url"] or "/").strip()
+    elif option is None and not is_archive and "/" not in line and not line.startswith("."):
+        hint = "write one name with its version on each line, such as `torch==2.4.0`"
+        return Problem(where=where, message=f"`{line}` is not a valid requirement", hint=hint)
     is_on_node = location.startswith("/") or (_URL.match(location) and not re.match(r"file:(?!/)", location, re.IGNORECASE))
     if is_on_node:
         return None
     hint = "send your own code with `files` and install only its requirements, or write a path that exists on all nodes"
-    return Problem(where=where, message=f"`{location}` is a file of this machine, which nodes cannot install", hint=hint)
+    return Problem(where=where, message=f"`{location}` is a path on this machine, which nodes cannot install", hint=hint)

@@ -65,7 +65,7 @@ def _integer(text: str) -> int:
 def _number(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError("a number of the JSON document is not finite")
+        raise ValueError("a number of the JSON document does not fit into a 64-bit float")
     return value
 
 

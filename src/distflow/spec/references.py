@@ -82,7 +82,7 @@ def _secret_references(task: TaskSpec, secret: Container[str]) -> list[Problem]:
         Problem(
             where=text.mark_at(match.start()),
             message=f"`$({match.group(2)})` cannot be replaced: the value of `{match.group(2)}` is a secret",
-            hint=f"use a shell, which reads it on the node: `sh -c '... ${match.group(2)} ...'`",
+            hint=f"let a shell in the command read it on the node: `sh -c '... ${match.group(2)} ...'`",
         )
         for text in (*task.command, *task.args, *task.environment.values())
         for match in _REFERENCE.finditer(text.value)

@@ -122,7 +122,8 @@ def _check_entry(key: str, value: str) -> None:
     # A key may become the name of a file.
     if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
         raise InputError(
-            f"{key!r} is not a valid payload key", hint="it may become a file name: use letters, digits, `_` and `-`"
+            f"{key!r} is not a valid payload key",
+            hint="it may become a file name: use letters, digits, `_` and `-`, and at most 200 characters",
         )
     if "\0" in value:
         raise InputError(f"the value of {key} contains a NUL byte", hint="store it as base64, and decode it in the task")

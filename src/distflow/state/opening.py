@@ -1,6 +1,6 @@
-"""Open the store's file for reading and writing. If it cannot be written, open a copy that can be read.
+"""Open the store's file, copy a file that this user cannot write, and rename a damaged one.
 
-This module also renames a file that SQLite cannot read. It never removes a store.
+None of these functions removes a store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["connect", "copy_to_read", "exclusive", "is_broken", "is_damage", "is_read_only", "set_aside", "state_error"]
 
 _ENDINGS = ("", "-wal")
-"""The endings of the file itself and of its latest writes. SQLite can create the third file, ``-shm``, again."""
+"""The suffixes of the database and of its write-ahead log. SQLite can create the third file, ``-shm``, again."""
 
 
 def connect(path: Path) -> sqlite3.Connection:

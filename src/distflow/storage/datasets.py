@@ -337,8 +337,10 @@ def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
 
 def _file_of(one: Mapping[str, Any], number: int) -> File:
     path, size, digest, at = one["path"], one["size"], one["sha256"], one.get("version", number)
-    if not isinstance(path, str) or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ValueError("a file has no path or no valid SHA-256")
+    if not isinstance(path, str):
+        raise ValueError("the path of a file is not a string")  # noqa: TRY004  callers expect one class
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"the SHA-256 of {path[:_SHOWN]!r} is not valid")
     if type(size) is not int or size < 0 or type(at) is not int or at < 1:
         raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not valid")
     return File(path=path, size=size, sha256=digest, number=at)

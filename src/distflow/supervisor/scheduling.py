@@ -35,8 +35,11 @@ __all__ = ["Leases", "capacity", "free", "next_leases", "pool_usage"]
 _SETUP_AND_COLLECT_S = 3600.0
 """Seconds that a gang may need its nodes in addition to its ``exec_timeout``, to prepare and to collect its outputs."""
 _LEASE_OUTLIVES_S = 15.0
-"""Seconds that nodes hold a lease after the start barrier, so that the supervisor decides about a late gang. If a node gave up
-its lease at the same moment, the lease would seem to be lost, and the gang would start again."""
+"""Seconds by which the lease of a node outlives the time limit of the start barrier.
+
+At that limit, the supervisor fails a gang that is not ready. If the lease expired then too, the supervisor could see a lost
+lease instead, and would start the gang again.
+"""
 
 
 class Leases(Struct, kw_only=True):
@@ -46,7 +49,7 @@ class Leases(Struct, kw_only=True):
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why groups wait, by workflow (uuid) and group."""
     unreachable: dict[tuple[str, str], UnreachableNodes] = field(default_factory=dict)
-    """For groups that do not fit on the other nodes: the unreachable nodes, by workflow (uuid) and group."""
+    """The unreachable nodes, for each group that does not fit on the remaining ones; by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why a group can never get its nodes, by workflow (uuid) and group."""
     wake_at: float | None = None
@@ -114,11 +117,11 @@ def _lease_for_first(
         leases.messages[other.record.uuid, later.name] = f"behind {ahead}"
     plan = workflow.plan.group(group.name)
     available, avoided, is_connecting = _usable(plan, group, views, usages, shared=pool.shares_nodes)
-    spread = 1 if pool.shares_nodes else sum(launch.ranks is not None for launch in plan.launches)
+    min_nodes = 1 if pool.shares_nodes else sum(launch.ranks is not None for launch in plan.launches)
     missing = _missing_nodes(plan, views, pool)
     if missing is not None:
         leases.unreachable[workflow.record.uuid, group.name] = missing
-    if len(available) < spread and is_connecting:
+    if len(available) < min_nodes and is_connecting:
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_message(views, ())
         return
@@ -144,7 +147,7 @@ def _lease_for_first(
         )
     elif any(view.up or view.error for view in views):  # otherwise the first connections are still being made
         message = _wait_message(views, unplaced)
-        message += f"; avoided, as attempts failed there: {few(sorted(avoided), ', ')}" if avoided else ""
+        message += f"; avoided because earlier attempts failed there: {few(sorted(avoided), ', ')}" if avoided else ""
         leases.messages[workflow.record.uuid, group.name] = message
 
 
@@ -238,7 +241,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
 
 
 def _excluded(plan: GroupPlan, group: GroupRecord) -> Mapping[str, tuple[str, ...]]:
-    """Return the nodes that each task must not get: those of its spec, and those on which too many earlier attempts failed."""
+    """Return the nodes that an engine must not give to each task: those of its spec, and those with too many failures."""
     # The name of an allocated node is `<host>@<allocation>`, and each attempt has another allocation.
     failures = Counter((cause.node or "").partition("@")[0] for cause in group.earlier_causes)
     avoided = tuple(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)

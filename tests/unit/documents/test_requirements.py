@@ -48,11 +48,13 @@ def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-e .", "`.` is a file of this machine, which nodes cannot install"),
-        ("./own", "`./own` is a file of this machine"),
-        ("own-1.0-py3-none-any.whl", "`own-1.0-py3-none-any.whl` is a file of this machine"),
-        ("own @ file:wheels/own.whl", "`file:wheels/own.whl` is a file of this machine"),
-        ("--find-links wheels", "`wheels` is a file of this machine"),
+        ("torch 2.4.0", "`torch 2.4.0` is not a valid requirement"),
+        ("numpy, pandas", "`numpy, pandas` is not a valid requirement"),
+        ("-e .", "`.` is a path on this machine, which nodes cannot install"),
+        ("./own", "`./own` is a path on this machine"),
+        ("own-1.0-py3-none-any.whl", "`own-1.0-py3-none-any.whl` is a path on this machine"),
+        ("own @ file:wheels/own.whl", "`file:wheels/own.whl` is a path on this machine"),
+        ("--find-links wheels", "`wheels` is a path on this machine"),
         ("-r requirements.txt", "including `requirements.txt` here makes a cycle"),
         ("-r https://host/base.txt", "a URL cannot be included"),
         ("-c missing.txt", "the file does not exist"),

@@ -96,7 +96,8 @@ def test_gang_waits_for_other_nodes_instead_of_one_with_too_many_failures() -> N
     assert waits.group().state is State.SCHEDULING
     assert (
         waits.group().message
-        == "Waiting for nodes: no room for t0: n2: 0 of 8 GPUs free, 8 requested; avoided, as attempts failed there: n1"
+        == "Waiting for nodes: no room for t0: n2: 0 of 8 GPUs free, 8 requested; avoided because earlier attempts failed "
+        "there: n1"
     )
     waits.advance(20.0)
     assert [task.node for task in waits.group().tasks] == ["n2"]

@@ -152,7 +152,7 @@ def write_file(file: Path, text: str, *, force: bool) -> None:
             raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
         raise InputError(f"{file} exists already", hint="choose another name, or add --force to replace it") from None
     except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from error
+        raise InputError(f"{file} cannot be written: {error.strerror}", hint="choose another path") from error
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
         targets[schema] = schema_text()
     for path in targets:
         if os.path.exists(path) and not force:
-            raise InputError(f"{path} exists already", hint="choose another directory, or add --force to replace it")
+            raise InputError(f"{path} exists already", hint="name a file in another directory, or add --force to replace it")
     for path, text in targets.items():
         write_file(path, text, force=force)
     return list(targets)

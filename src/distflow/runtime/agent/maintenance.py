@@ -19,7 +19,7 @@ _Done = Callable[[Union[Json, OpError]], None]
 
 
 class Maintenance:
-    """Maintenance operations of one agent. ``done`` gets the result or the error."""
+    """Operations of one agent that most gangs do not need. ``done`` gets the result or the error."""
 
     def __init__(self, loop: Loop, root: str, umask: int, watches: Watches) -> None:
         self._loop = loop

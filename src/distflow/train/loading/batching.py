@@ -108,7 +108,7 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
         position = max(range(len(result)), key=lambda index: len(result[index]))
         largest = result[position]
         if len(largest) == 1:
-            warnings.warn(f"this rank repeats samples to fill {count} batches; its own samples: {len(result)}", stacklevel=2)
+            warnings.warn(f"this rank has {len(result)} samples for {count} batches, and repeats some of them", stacklevel=2)
             result += [result[index % len(result)] for index in range(count - len(result))]
             break
         middle = -(-len(largest) // 2)

@@ -75,8 +75,8 @@ def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
         if style not in ("colwise", "rowwise", "embedding_rowwise", *_GATHERED):
             raise ValueError(
-                f"tensor parallelism: the model's own plan has the style {style!r} for {pattern}, which is not supported: give "
-                "a plan of your own (plan: {...}), or use kind: fsdp"
+                f"tensor parallelism: the model's `tp_plan` has the style {style!r} for {pattern}, but torch does not support "
+                "this style: give a plan of your own (plan: {...}), or use kind: fsdp"
             )
         for name, module in model.named_modules():
             if not fnmatchcase(name, pattern):
@@ -194,7 +194,10 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
         )
     what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % ranks:
-        raise ValueError(f"tensor parallelism: {name} has {features} {what}, not a multiple of the {ranks} ranks")
+        raise ValueError(
+            f"tensor parallelism: {name} has {features} {what}, which {ranks} ranks cannot share equally: "
+            "choose a size of `tp` that divides this number, or leave this layer out of the plan"
+        )
     parent = modules[name.rpartition(".")[0]]
     for attribute in _HEADS:
         heads = getattr(parent, attribute, None)

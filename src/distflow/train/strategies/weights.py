@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         load(state, storage_reader=reader)
     except CheckpointException as error:
         reasons = dict.fromkeys(str(one) for one, _ in error.failures.values())
-        raise ValueError(f"{directory} does not fit the model: {'; '.join(reasons)}") from error
+        raise ValueError(f"the files in {directory} cannot be loaded into the model: {'; '.join(reasons)}") from error
 
 
 def save_weights(model: nn.Module, directory: str | Path, *, max_file_size: int) -> None:

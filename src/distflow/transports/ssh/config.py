@@ -405,7 +405,7 @@ class _Settings:
             if name == "%":
                 return "%"
             if name not in self._tokens:
-                raise SshConfigError(f"`{keyword} {text}`: distflow does not support the token `%{name}`")
+                raise SshConfigError(f"`{keyword} {text}`: distflow does not support the token `%{name}`; write its value")
             return self._tokens[name]
 
         def variable(found: re.Match[str]) -> str:
