@@ -75,8 +75,8 @@ def test_a_terminal_is_asked_and_does_not_show_the_value(cli: Cli) -> None:
 def test_errors_are_refused_without_the_secret_value(cli: Cli) -> None:
     name = ("credential", "set", "one")
     cases = {
-        name: "give the payload with either --payload or --payload-file",
-        (*name, "--payload", f"a={VALUE}", "--payload-file", "b=-"): "give the payload with either --payload or --payload-file",
+        name: "the payload is missing",
+        (*name, "--payload", f"a={VALUE}", "--payload-file", "b=-"): "--payload and --payload-file cannot be combined",
         (*name, "--payload", VALUE): "value 1 of --payload is not of the form KEY=VALUE",
         (*name, "--payload", f"a={VALUE}", f"a={VALUE}"): "the key `a` is given twice",
         (*name, "--payload-file", f"a={VALUE}"): "--payload-file a: the file cannot be read: No such file or directory",

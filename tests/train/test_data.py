@@ -79,7 +79,7 @@ def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
     ("given", "said"),
     [
         ({"global_batch_size": 100, "shares": 8}, "multiple of 8, such as 96"),
-        ({"global_batch_size": 64, "per_rank_batch_size": 16, "shares": 8}, "= 128: leave one of them out"),
+        ({"global_batch_size": 64, "per_rank_batch_size": 16, "shares": 8}, "make 128; give only one"),
         ({"shares": 8}, "give global_batch_size or per_rank_batch_size: no strategy sets a batch size"),
         ({"per_rank_batch_size": 0}, "per_rank_batch_size=0: give 1 or more"),
     ],

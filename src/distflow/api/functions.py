@@ -49,7 +49,7 @@ _POLL_S = 0.2
 _DIRECTORY = "distflow_function"
 """The directory for the function's files in a task's working directory."""
 _SENT_PACKAGES = {"cloudpickle", "distflow"}
-"""Packages that distflow itself sends to the nodes. Of ``distflow``, it sends only ``distflow.train``."""
+"""Packages that distflow itself sends to the nodes. Of ``distflow``, it sends only the modules for tasks."""
 _IMPORT_INSTRUCTIONS = (
     "COPY_FREE_VARS", "EXTENDED_ARG", "GEN_START", "IMPORT_", "LOAD_CONST", "LOAD_SMALL_INT", "MAKE_CELL", "POP_TOP", "RESUME",
     "ROT_TWO", "STORE_DEREF", "STORE_FAST", "STORE_GLOBAL", "SWAP",
@@ -126,7 +126,10 @@ class FunctionJob(Generic[T]):
         size = sum(len(task.ranks) for task in tasks)
         missing = [rank for rank in range(size) if "value" not in stored.get(rank, {})]
         if missing:
-            raise WorkflowEnded(f"{self.workflow.id}: rank {missing[0]} ended without a return value")
+            raise WorkflowEnded(
+                f"{self.workflow.id}: rank {missing[0]} ended without a return value",
+                hint=f"its output: distflow workflow logs {self.workflow.id}",
+            )
         return Results([self._value(rank, stored[rank]["value"]) for rank in range(size)], self.workflow)
 
     def _value(self, rank: int, data: bytes) -> T:
@@ -134,7 +137,9 @@ class FunctionJob(Generic[T]):
             value: T = pickle.loads(data)
         except Exception as error:
             message = f"the return value of rank {rank} of {self.workflow.id} cannot be loaded: {type(error).__name__}: {error}"
-            raise WorkflowEnded(message, hint="return values whose classes this program can import") from error
+            raise WorkflowEnded(
+                message, hint="let the function return only objects whose classes this program can import"
+            ) from error
         return value
 
     def _fetch(self, tasks: Sequence[TaskInfo]) -> dict[int, dict[str, Any]]:
@@ -191,9 +196,9 @@ class Launcher:
 
     nodes: int = 1
     gpus: int | None = None
-    """The number of GPUs to reserve on each node. Default: the job reserves no GPUs and sees all of them."""
+    """The number of GPUs to reserve on each node. Default: none. Over SSH and on this machine, the job then sees all GPUs."""
     ranks: int | None = None
-    """Processes on each node. Default: one for each GPU, or else one."""
+    """Processes on each node. Default: one for each reserved GPU, or one without ``gpus``."""
     pool: str | None = None
     hosts: str | os.PathLike[str] | Sequence[str] | None = None
     """A hostfile, or its lines, instead of the nodes of the pool."""
@@ -282,7 +287,7 @@ class Launcher:
 
         Raises:
             Exception: the exception of a job. Submitted jobs continue to run, and no more jobs are submitted.
-            InputError: if ``limit`` is less than 1. Like all errors, it is raised when the first result is requested.
+            InputError: if ``limit`` is less than 1. Nothing is checked or submitted before the first result is requested.
 
         """
         if limit < 1:
@@ -317,7 +322,10 @@ class Launcher:
         if not callable(function):
             raise InputError(f"{function!r} is not a function")
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            raise InputError(f"{function!r} returns a coroutine or a generator, which cannot be sent", hint="return a value")
+            raise InputError(
+                f"`{function.__name__}` returns a coroutine or a generator, which nodes cannot send back",
+                hint="call `asyncio.run(...)` in a plain function, or return a list instead of using `yield`",
+            )
         try:
             inspect.signature(function).bind(*args, **kwargs)
         except TypeError as error:
@@ -428,7 +436,7 @@ def run(
             ``cancel`` the job, or ``detach`` and let it run.
         nodes: The number of nodes. This and the following arguments are the fields of ``Launcher``.
         gpus: The number of GPUs to reserve on each node.
-        ranks: Processes on each node. Default: one for each GPU, or else one.
+        ranks: Processes on each node. Default: one for each reserved GPU, or one without ``gpus``.
         pool: The name of the pool.
         hosts: A hostfile, or its lines, instead of the nodes of the pool.
         python: The Python interpreter on the nodes.
@@ -484,7 +492,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.packages: set[str] = set()
 
     def reducer_override(self, obj: object) -> object:
-        """Pickle an object as cloudpickle does, but with the file names of code. Record packages that are pickled by name."""
+        """Pickle an object like cloudpickle, but keep the file names of code. Record packages that are pickled by name."""
         if isinstance(obj, CodeType):
             # From version 3.1.3, cloudpickle replaces the file name. Tracebacks on nodes need the original one.
             make, fields = self.dispatch_table[CodeType](obj)

@@ -84,7 +84,10 @@ def set_command(
     replaces the old one. The name of any other existing credential is refused.
     """
     if bool(payload) == bool(payload_file):
-        raise InputError("give the payload with either --payload or --payload-file")
+        raise InputError(
+            "--payload and --payload-file cannot be combined" if payload else "the payload is missing",
+            hint="use --payload KEY=VALUE or --payload-file KEY=FILE",
+        )
     values = _values(payload) if payload else _files(payload_file or [])
     with open_client() as client:
         made = set_credential(client, name, kind, values)

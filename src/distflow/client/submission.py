@@ -79,7 +79,7 @@ class SubmitRequest(Struct, frozen=True, kw_only=True):
     """A spec to submit and the options of its submission."""
 
     spec: str
-    """The path of a YAML file, its name in messages if ``text`` is given, or the id of a workflow to submit again."""
+    """The path of a YAML file, or the id of a workflow to submit again. If ``text`` is given: the spec's name in messages."""
     text: str | None = None
     """The spec itself. Its files are relative to the working directory."""
     overrides: Overrides = field(default_factory=lambda: Overrides(secrets={}))
@@ -134,8 +134,9 @@ def plan(
         The planned workflow, for ``submit``.
 
     Raises:
-        InputError: if the request does not fit the spec, if the pool cannot use the hosts, if a package for data at URLs or for
-            the backend of the pool is not installed, or if this operating system cannot run tasks and the pool is this machine.
+        InputError: if the request has options that this spec does not allow, if the pool cannot use the hosts, if a package for
+            data at URLs or for the backend of the pool is not installed, or if the pool is this machine, whose operating system
+            cannot run tasks.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a file cannot be read, if a host name of ``hosts`` does not exist, or if the
             pool cannot hold a group even when idle.
@@ -174,7 +175,7 @@ def plan(
 def _check_hosts(pool: Pool, hosts: Sequence[Host]) -> None:
     """Raise ``ProblemsFound`` for host names of a hostfile that do not exist."""
     unknown = unknown_hosts(pool) if hosts else {}
-    hint = "correct the name, set its address as `HostName` in ~/.ssh/config, or connect the VPN that resolves the name"
+    hint = "correct the name, set its address as `HostName` in ~/.ssh/config, or connect to the VPN that resolves it"
     raise_errors(
         [
             Problem(where=host.where, message=f"the host name `{unknown[host.host]}` has no address", hint=hint)
@@ -198,8 +199,8 @@ def plan_checked(
         on_pack: Called with the number of bytes that were read and the total number of bytes to read.
 
     Raises:
-        ProblemsFound: if a file cannot be read, if the ranks do not allow an environment variable of the pool's settings, or if
-            the pool cannot hold a group even when idle.
+        ProblemsFound: if a file cannot be read, if the rank layout does not allow a variable of ``--env``, or if the pool
+            cannot hold a group even when idle.
 
     """
     checked = with_environment(checked, pool.given.environment)

@@ -75,7 +75,7 @@ def _source(function: Callable[..., Any]) -> str:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise ValueError(
-            f"the source of `{function.__name__}` is not a complete definition ({error}): put the definition on separate lines"
+            f"the source of `{function.__name__}` is not a complete definition ({error}): define it with `def`"
         ) from error
     defined = body[0].body if isinstance(body[0], ast.If) else body
     if [getattr(one, "name", None) for one in defined] != [function.__name__]:

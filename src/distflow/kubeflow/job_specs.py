@@ -199,5 +199,5 @@ def _quantity(key: str, value: object) -> float:
     """Return the value of a Kubernetes quantity: ``4``, ``"4"``, ``0.5`` or ``"500m"``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", str(value))
     if match is None:
-        raise ValueError(f"resources_per_node: `{key}` is {value!r}: it must be a number")
+        raise ValueError(f"resources_per_node: `{key}` is {value!r}, which is not a valid quantity: write 4, 0.5 or `500m`")
     return float(match[1]) / (1000 if match[2] else 1)

@@ -205,13 +205,13 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     """Groups that must have completed before it is queued."""
     stop_on_missing_ranks: bool | None = None
     """Whether to stop the group if a task ended with code 0 although its ranks failed, and other tasks wait for these ranks.
-    ``None``: only if the ranks probably failed before they met at the rendezvous (``docs/diagnosis.md``)."""
+    ``None``: yes, unless the ranks may have met at the rendezvous before they failed (``docs/diagnosis.md``)."""
     ends_with_lead: bool = False
     """Whether its other tasks only serve the lead, and are stopped when the lead has completed."""
     smaller: tuple[GroupPlan, ...] = ()
     """Plans with fewer tasks, the largest first. The group may run as one of them while there is no room for all tasks."""
     smaller_after_s: float = 0.0
-    """The maximum time to wait for room for all tasks before a smaller plan is used, in seconds."""
+    """Seconds during which only the whole group may start. Afterwards, a smaller plan may start, too."""
     venv: Requirements | None = None
     """The packages of the Python environment of its tasks; ``None``: they use the Python of their nodes."""
 

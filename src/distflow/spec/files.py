@@ -287,7 +287,9 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
         if _sends_library(spec):
             bundles[LIBRARY] = replace(_store_bytes(library_archive(), blobs), mode=0o700, is_tar=True)
     except OSError as error:
-        raise StateError(f"cannot use `{error.filename or blobs}`: {error.strerror or error}") from error
+        raise StateError(
+            f"cannot store the files of the spec in `{error.filename or blobs}`: {error.strerror or error}"
+        ) from error
     for file in _files(spec):
         key = file.bundle
         if key in bundles:

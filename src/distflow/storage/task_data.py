@@ -55,7 +55,8 @@ class InputRequest:
 def pin_version(store: Store, request: InputRequest, retries: Retries | None = None) -> InputRequest:
     """Return the request with the version of its dataset, so that several nodes fetch the same version.
 
-    Other requests are returned unchanged. Raises ``StorageError``, and ``NotFound`` when the dataset has no version.
+    A request without a dataset or with a fixed version is returned unchanged. Raises ``StorageError``, and ``NotFound``
+    when the dataset has no version.
     """
     name, number = parse_dataset(request.dataset) if request.dataset else ("", 0)
     if number is not None:
@@ -85,9 +86,9 @@ def fetch_input(
 ) -> TransferResult:
     """Fetch an input to the directory ``files``, which then contains no other files.
 
-    Files of an earlier call are kept if their checksum is right, and continued if they are incomplete. But if ``files`` also
-    contains others, everything is fetched again. The files of a dataset are in a directory with its name. If the URL has no
-    matching objects, ``files`` is empty. Raises ``StorageError``, ``TransferCanceled`` and ``NotFound``.
+    Files of an earlier call are kept if their checksum is right, and continued if they are incomplete. If the directory also
+    contains other files, everything is fetched again. The files of a dataset are in a directory with its name. If the URL has
+    no matching objects, the directory stays empty. Raises ``StorageError``, ``TransferCanceled`` and ``NotFound``.
     """
     with local_errors(files):
         files.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ class Delivery:
     is_update: bool = False
     """For a dataset: whether the new version keeps the files of the named version (default: the latest one)."""
     upload_id: str = ""
-    """For a dataset: the same for every retry of this delivery."""
+    """For a dataset: the id of this upload. A retry has the same id, and continues the upload."""
     at: float = 0.0
     """For a dataset: the creation time of its version."""
 

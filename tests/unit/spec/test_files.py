@@ -326,11 +326,14 @@ def test_a_file_that_is_too_large_is_an_error_and_leaves_no_part(folder: Path, i
 
 def test_blobs_that_cannot_be_written_are_errors_of_the_state(folder: Path) -> None:
     (folder / "spec.yaml").write_text(TRAIN.replace("LAUNCHER", "spawn"))
-    with file_size_limit(1 << 10), pytest.raises(StateError, match=r"cannot use `.*blobs`: File too large"):
+    with (
+        file_size_limit(1 << 10),
+        pytest.raises(StateError, match=r"cannot store the files of the spec in `.*blobs`: File too large"),
+    ):
         bundle(folder)
     (folder / "blobs").rmdir()
     (folder / "blobs").touch()
-    with pytest.raises(StateError, match=r"cannot use `.*blobs`: File exists"):
+    with pytest.raises(StateError, match=r"cannot store the files of the spec in `.*blobs`: File exists"):
         bundle(folder)
 
 

@@ -138,7 +138,7 @@ def _failure(host: str | None, error: Exception) -> NotifyError:
     if isinstance(reason, TimeoutError):
         return NotifyError(f"{host} did not answer within {seconds_text(_ANSWER_S)}", may_retry=True)
     if isinstance(reason, OSError):
-        return NotifyError(f"cannot reach {host}: {reason.strerror or type(reason).__name__}", may_retry=True)
+        return NotifyError(f"the request to {host} failed: {reason.strerror or type(reason).__name__}", may_retry=True)
     if isinstance(reason, http.client.InvalidURL | ValueError):
         return NotifyError(f"the URL of {host} is not valid ({type(reason).__name__})")
     return NotifyError(f"the answer of {host} is not a valid HTTP response ({type(reason).__name__})")

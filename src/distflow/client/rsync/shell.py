@@ -1,7 +1,7 @@
 """The remote shell for rsync: ``python -m distflow.client.rsync.shell WORKFLOW TASK SECONDS HOST COMMAND...``.
 
 It runs the command (``rsync --server …``) alongside the task, in the task's working directory, and forwards standard input and
-output.
+output. ``SECONDS`` is the time that the node has to answer. rsync adds ``HOST``, which is ignored.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _SIGNATURE = MARKER_TEXT.split("\n", 1)[0].encode() + b"\n"
 
 
 def earlier_root(root: str) -> Optional[str]:
-    """Return the directory that earlier versions used: the configured ``root``, which holds the private directory."""
+    """Return the parent of the private directory ``root``, where earlier versions kept their files, or None."""
     return os.path.dirname(root) if os.path.basename(root) == PRIVATE else None
 
 
@@ -65,7 +65,7 @@ def is_marked(directory: str) -> bool:
 
 
 def mark(directory: str) -> None:
-    """Create the marker file in ``directory``, unless it exists."""
+    """Create the marker file in ``directory``, unless it has a valid one."""
     if is_marked(directory):
         return
     new = os.path.join(directory, "{}.{}".format(MARKER, os.getpid()))
@@ -74,7 +74,7 @@ def mark(directory: str) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(MARKER_TEXT.encode())
         os.rename(new, os.path.join(directory, MARKER))
-    except OSError:  # the disk is full
+    except OSError:  # for example, the disk is full
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise

@@ -109,7 +109,7 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
         raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
     if count < world and not port:
         raise LayoutError(
-            "--master-port is missing: give a port that is free on the master, the same on all machines, or set MASTER_PORT"
+            "--master-port is missing: give the same port on all machines, which must be free on the master, or set MASTER_PORT"
         )
     return share
 

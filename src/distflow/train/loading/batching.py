@@ -192,8 +192,8 @@ def batch_sizes(
         per_rank_batch_size = global_batch_size // times
     elif global_batch_size not in (None, per_rank_batch_size * times):
         raise ValueError(
-            f"global_batch_size={global_batch_size} is not per_rank_batch_size={per_rank_batch_size} x {shares} shares x "
-            f"accumulation {accumulation} = {per_rank_batch_size * times}: leave one of them out"
+            f"global_batch_size={global_batch_size} does not match per_rank_batch_size={per_rank_batch_size}: {shares} shares "
+            f"and accumulation {accumulation} make {per_rank_batch_size * times}; give only one of the two sizes"
         )
     elif global_batch_size is None and shares > 1 and per_rank_batch_size == _TUTORIAL_BATCH * ranks:
         warnings.warn(

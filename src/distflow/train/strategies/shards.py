@@ -23,7 +23,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], layers: Sequence[nn.Module]) -> None:
-    """Shard the model over a mesh, in place: over the axis ``fsdp``, or over replicas and shards (``dp``, ``fsdp``)."""
+    """Shard the model over a mesh, in place: over ``fsdp``, or over ``dp`` and ``fsdp``. ``layers`` are sharded separately."""
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(

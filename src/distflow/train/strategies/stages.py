@@ -174,8 +174,8 @@ def make_pipeline(
         )
     elif example is None or not points:
         raise ValueError(
-            "pipeline: a model that is not an nn.Sequential is traced: set split_points, the modules that begin a stage, and "
-            "give parallelize(…, example=(inputs of one micro-batch,))"
+            "pipeline: torch traces a model that is not an nn.Sequential. Set split_points to the first module of each stage "
+            "except the first stage, and pass the inputs of one micro-batch: parallelize(…, example=(x,))"
         )
     elif any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("pipeline: a model on the meta device cannot be traced: use an nn.Sequential, or create it on the CPU")

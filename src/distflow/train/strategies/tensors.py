@@ -205,4 +205,6 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
             raise ValueError(f"tensor parallelism: {name}: {attribute} is {heads}, not a multiple of the {ranks} ranks")
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:
-        raise ValueError(f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share")
+        raise ValueError(
+            f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share equally"
+        )

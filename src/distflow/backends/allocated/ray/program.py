@@ -31,7 +31,7 @@ class RayMissing(NodeUnreachable):
 
 
 class ClusterProgram:
-    """The program on the cluster. A request starts it if it does not run. Thread-safe."""
+    """The program on the cluster. A request starts it if it is not running. Thread-safe."""
 
     def __init__(self, login: Transport, *, python: str, address: str) -> None:
         """``python`` is the cluster's interpreter on the node of ``login``. ``address`` is the argument of ``ray.init``."""
@@ -94,7 +94,7 @@ class ClusterProgram:
             )  # fmt: skip
         raise NodeUnreachable(
             self._login.name, f"Ray at `{self._address}` did not answer: {_text(answer)}",
-            hint="`ray status` on that machine shows whether its cluster runs; `login` and `ray.address` of the pool choose it",
+            hint="`ray status` there shows whether the cluster runs; the pool's `login` and `ray.address` choose the cluster",
         )  # fmt: skip
 
     def _answer(self, channel: Channel, deadline: Deadline, who: str = "Ray") -> dict[str, Any]:
@@ -115,7 +115,7 @@ class ClusterProgram:
                     tail = plain(channel.stderr_tail().strip())[-_SHOWN:]
                     raise NodeUnreachable(
                         self._login.name, f"`{self._python}` ended without an answer: {tail or 'no message'}",
-                        hint="`ray.python` of the pool must be the interpreter of the Ray cluster",
+                        hint="check that `ray.python` is the interpreter of the cluster, and the memory of that machine",
                     )  # fmt: skip
                 self._received += data
         finally:

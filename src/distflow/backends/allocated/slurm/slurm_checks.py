@@ -246,7 +246,7 @@ class _Check:
             if fields[2].strip() != '""':
                 yield error(
                     "slurm", self._at, f"`srun --overlap` fails on a node: {plain(fields[2]).strip()[:300]}",
-                    "distflow needs it to start and to reach tasks: ask the administrators of the cluster",
+                    "distflow starts and reaches tasks with it: ask the administrators of the cluster to allow it",
                 )  # fmt: skip
         elif re.search("execve|No such file|not found|Permission denied", error_text(done)):
             yield error(
