@@ -30,7 +30,7 @@ class Member:
     """Name of the node."""
     job_id: str
     announce_time: str
-    """The time of the attempt's leases as ISO 8601 (UTC), the same for all members."""
+    """When the attempt leased its nodes, as ISO 8601 (UTC). It is the same for all members."""
     local_ips: tuple[str, ...] = ()
     """The address on the training network. distflow writes only one."""
     public_ips: tuple[str, ...] = ()

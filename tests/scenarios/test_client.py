@@ -102,7 +102,7 @@ def test_a_workflow_is_submitted_followed_and_waited_for(cli: Cli, client: Clien
     kinds = [event.kind for event in read_events(client, final, follow=True)]
     assert kinds[0] == "submitted"
     found = list_workflows(client, Search(labels=[("team", "vision")]))
-    with pytest.raises(InputError, match="`a b` is not a pattern of the label `team`"):
+    with pytest.raises(InputError, match="the pattern `a b` for the label `team` is not valid"):
         list_workflows(client, Search(labels=[("team", "a b")]))
     assert [(one.id, one.priority) for one in found] == [("counts-1", Priority.NORMAL)]
 

@@ -100,7 +100,10 @@ def run_command(
     gpus: Annotated[
         int | None,
         typer.Option(
-            "--gpus", min=0, help="GPUs of each node. Default: as in the sbatch script, or the number in the pool or hostfile."
+            "--gpus",
+            min=0,
+            help="GPUs of each node. Default: as in the sbatch script, else one for each process if you give their number, "
+            "else all GPUs in the pool or hostfile.",
         ),
     ] = None,
     ranks: RanksOption = None,
@@ -148,7 +151,7 @@ def run_command(
         if not (dry_run or print_spec):
             client.load_supervisor(configuration, with_hosts=hosts is not None)
 
-        # Imported after the supervisor process has started, because both take long.
+        # Imported while the supervisor process starts, because both take long.
         from distflow.cli.workflow.submission import parse_overrides, print_plan, print_submitted, warn
         from distflow.client.spec_drafts.drafts import spec_text
         from distflow.client.spec_drafts.quick_run import draft_run, unsent_directories
@@ -196,7 +199,7 @@ def run_command(
 
 
 def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
-    """Print the command, the settings that distflow chose, and the directories that were not sent, to standard error."""
+    """Print the command, the settings that distflow chose, and the directories that it does not send, to standard error."""
 
     def count(number: int | None, what: str) -> str:
         return f"{number} {what}{'' if number == 1 else 's' if what[-1] != 's' else 'es'}"
@@ -225,7 +228,10 @@ def _print_fetch(record: WorkflowRecord, to: Path) -> None:
 
 
 def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:
-    """Follow a workflow to its end, and fetch its results, even if it failed. Then raise its failure, not that of the fetch."""
+    """Wait for the end of a workflow, and fetch its results even if it failed.
+
+    Raise the failure of the workflow, if there is one, and otherwise that of the fetch.
+    """
     from distflow.cli.workflow.submission import wait_for_end
     from distflow.client.spec_drafts.quick_run import fetch_results
 

@@ -172,7 +172,9 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
     goal = parse_url(url, writes=True)
     if goal.scheme in ("file", "sftp") and not goal.key:
-        raise InputError(f"{goal} is the root directory of a machine", hint="use the URL of a directory below it")
+        raise InputError(
+            f"cannot delete {goal}: it is the root directory of a machine", hint="use the URL of a directory below it"
+        )
     with _open_store(client, goal) as store:
         wanted = find_removable(store, goal, regex)
         if not wanted:

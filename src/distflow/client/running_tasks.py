@@ -96,7 +96,7 @@ class RunningTask(Struct, frozen=True, kw_only=True):
             )
         except AgentError as error:
             if error.kind == "not_running":
-                raise InputError(f"{self.task} is no longer running: {error.message}") from None
+                raise InputError(f"{self.task} is no longer running") from None
             raise
 
 

@@ -130,8 +130,10 @@ class _Group(Struct, frozen=True):
         used = {file.blob for launch in launches for file in launch.files if file.blob is not None}
         size = len(script) + sum(len(contents[digest]) for digest in used)
         if size > _LARGEST:
-            message = f"the script and files of group {self.group.name} have {size:,} bytes, but a ConfigMap takes {_LARGEST:,}"
-            raise InputError(message, hint="put them into the container image of the tasks")
+            message = (
+                f"the script and files of group {self.group.name} have {size:,} bytes; a ConfigMap gets at most {_LARGEST:,}"
+            )
+            raise InputError(message, hint="put files into the container image of the tasks")
         binary = {files[digest]: base64.b64encode(contents[digest]).decode() for digest in sorted(used)}
         settings: dict[str, Any] = {
             "apiVersion": "v1",
@@ -201,7 +203,7 @@ class _Group(Struct, frozen=True):
         if launch.resource.topology:
             return "`topology`"
         if launch.exit_actions.reschedule and self.kind == "job":
-            return "RESCHEDULE of `exitActions` in an Indexed Job; a JobSet has it"
+            return "RESCHEDULE of `exitActions`, which a JobSet supports, but an Indexed Job does not"
         if launch.secret_names:
             return "the secrets of --set-env"
         return "credentials" if launch.credentials else ""

@@ -181,8 +181,8 @@ def _check_names(launches: Sequence[Launch], node_name: str) -> None:
     own = {*_OWN, node_name, *(address_variable(launch.task) for launch in launches)}
     taken = sorted({name for launch in launches for name in launch.environment} & own)
     if taken:
-        message = f"`environment` of the spec sets the variable `{taken[0]}`, which the script uses itself"
-        raise InputError(message, hint="rename the variable in the spec")
+        message = f"the variable `{taken[0]}` (from `environment` or --env) is one that the script itself uses"
+        raise InputError(message, hint="rename the variable")
 
 
 def _identity(launches: Sequence[Launch], position: str) -> list[str]:

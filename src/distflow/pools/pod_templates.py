@@ -16,9 +16,9 @@ def template_image(template: Mapping[str, Any]) -> str | None:
 
 
 def with_template(template: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pod of distflow, merged with a template.
+    """Return ``pod`` merged with ``template``.
 
-    The pod has one container. The names of its volumes begin with ``distflow``.
+    ``pod`` must have exactly one container, and the names of its volumes must begin with ``distflow``.
     """
     merged: dict[str, Any] = _merged(template, pod)
     _drop_duplicates(merged["spec"])
@@ -29,7 +29,7 @@ def _merged(below: Any, above: Any) -> Any:
     """Return two values of a pod as one: mappings are merged, lists are joined, and other values come from ``above``.
 
     A ``command`` is not joined: it comes from ``above``. The first container of a template is merged with distflow's container.
-    Further containers are sidecars.
+    The template's other containers (sidecars) are kept.
     """
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         found = dict(below)

@@ -30,7 +30,7 @@ __all__ = ["BoundedEnvironment", "Names", "read_names", "render_template"]
 _MAX_SIZE = 4 << 20
 """The maximum number of characters or items of a value, and of characters of the output."""
 _MAX_ARGUMENT = 100_000
-"""The largest number as an argument of a function, if it may be a width or a count."""
+"""The largest integer argument of functions whose arguments may be widths or counts."""
 _MAX_BITS = 4096
 _WIDE = re.compile(r"[0-9]{6,}")
 _FOR = "_bounded_items"
@@ -38,7 +38,7 @@ _JOIN = "_bounded_join"
 
 
 class _LineMarks(Extension):
-    """Inserts marks with the line of the template before each piece of text and each line break, if there is a ``fence``."""
+    """If ``fence`` is set, inserts the template's line number before each piece of text and each line break."""
 
     def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
         fence: tuple[str, str] | None = self.environment.fence  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ def _lines_of(marked: str, fence: tuple[str, str], last: int) -> tuple[int, ...]
 
 
 def _guarded(file: str, work: Callable[[], Result], template: str = "", variables: Mapping[str, Any] | None = None) -> Result:
-    """Call ``work``. An exception that a template can raise becomes a finding with its line."""
+    """Call ``work``. Exceptions of the template become ``ProblemsFound`` with its line."""
     try:
         return work()
     except ProblemsFound:

@@ -23,7 +23,10 @@ class Search(Struct, frozen=True, kw_only=True):
     """The conditions of a search for workflows. Without any condition, all workflows match."""
 
     ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None
-    """Pairs of state and reason, one of which must match: an empty list matches no workflow, ``None`` matches all."""
+    """Allowed pairs of state and reason: an empty list matches no workflow, ``None`` matches all.
+
+    The reason ``None`` in a pair matches only workflows without a reason.
+    """
     name: str | None = None
     """A part of the id."""
     users: Sequence[str] = ()
@@ -40,7 +43,10 @@ class Search(Struct, frozen=True, kw_only=True):
     submitted_before: float | None = None
     """Submitted before this instant."""
     unfinished: bool = False
-    """Whether to find only workflows that need a supervisor for more than the end of orphan attempts."""
+    """Whether to find only workflows that run or whose logs are incomplete.
+
+    Ended workflows that need a supervisor only to stop orphan attempts do not match.
+    """
 
 
 def label_globs(selector: str) -> tuple[str, ...]:
@@ -107,7 +113,7 @@ def _globs_of(key: str, selector: str) -> tuple[str, ...]:
     try:
         return label_globs(selector)
     except ValueError as error:
-        raise InputError(f"`{selector}` is not a pattern of the label `{key}`", hint=str(error)) from None
+        raise InputError(f"the pattern `{selector[:100]}` for the label `{key}` is not valid", hint=str(error)) from None
 
 
 def _marks(values: Sequence[object]) -> str:

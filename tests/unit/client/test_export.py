@@ -157,7 +157,7 @@ def test_a_pool_without_slurm_has_no_options(
 @pytest.mark.parametrize("name", ["task_dir", "address_only"])
 def test_a_variable_of_the_script_cannot_be_one_of_the_spec(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(environment={name: "x"}), "--to", "slurm"]) == 2
-    assert f"sets the variable `{name}`, which the script uses itself" in capsys.readouterr().err
+    assert f"the variable `{name}` (from `environment` or --env) is one that the script itself uses" in capsys.readouterr().err
 
 
 def test_programs_for_valohai_cause_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,14 +171,16 @@ def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
 
 def test_an_indexed_job_that_would_not_be_retried_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", spec_of(*RANKS), "--to", "kubernetes", "--indexed-job"]) == 2
-    message = "spec.yaml:1: error: a manifest cannot express this part of task a: RESCHEDULE of `exitActions` in an Indexed Job"
+    message = "spec.yaml:1: error: a manifest cannot express this part of task a: RESCHEDULE of `exitActions`, which a"
     assert message in capsys.readouterr().err
 
 
 def test_a_variable_of_the_pods_cannot_be_one_of_the_spec(capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of({"name": "a", "environment": {"node_name": "x"}})
     assert run(["workflow", "export", spec, "--to", "kubernetes", "--pool", "pods"]) == 2
-    assert "sets the variable `node_name`, which the script uses itself" in capsys.readouterr().err
+    assert (
+        "the variable `node_name` (from `environment` or --env) is one that the script itself uses" in capsys.readouterr().err
+    )
 
 
 def test_a_manifest_can_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +299,7 @@ def test_files_and_options_have_limits(folder: Path, capsys: pytest.CaptureFixtu
     (folder / "big.bin").write_bytes(os.urandom(1 << 20))
     big = spec_of({"name": "a", "files": [{"path": "big.bin", "localpath": "big.bin"}]})
     assert run(["workflow", "export", big, "--to", "kubernetes"]) == 2
-    assert "but a ConfigMap takes 900,000" in capsys.readouterr().err
+    assert "a ConfigMap gets at most 900,000" in capsys.readouterr().err
     assert run(["workflow", "export", big, "--to", "slurm", "--indexed-job"]) == 2
     assert "--indexed-job is for --to kubernetes" in capsys.readouterr().err
     (folder / "small.bin").write_bytes(b"\0\1")

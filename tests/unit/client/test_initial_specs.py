@@ -129,8 +129,8 @@ def test_gpus_of_gres(folder: Path, written: str, expected: int | None) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("#SBATCH -N 2\necho hello\n", "does not start a training"),
-        ("", "does not start a training"),
+        ("#SBATCH -N 2\necho hello\n", "no training command was found"),
+        ("", "no training command was found"),
         ("#SBATCH --job-name='open\npython train.py\n", "line 1 has a quote that is not closed"),
         ("#SBATCH --nodes=2 \\\npython train.py\n", "line 1 has a backslash at the end"),
     ],

@@ -121,7 +121,7 @@ def dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format)
             for path in write_scripts(planned, scripts):
                 print(f"wrote {path}", file=sys.stderr)
         except OSError as error:
-            raise InputError(f"--scripts: {error.filename or scripts}: {error.strerror}") from error
+            raise InputError(f"--scripts: cannot write {error.filename or scripts}: {error.strerror}") from error
     print_plan(planned, format_type)
 
 

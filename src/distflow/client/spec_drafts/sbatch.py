@@ -132,9 +132,10 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
     _read_body(script)
     if script.launch is None:
         hint = (
-            "distflow looks for a line with srun, torchrun, accelerate, mpirun or python; use `distflow init --command` instead"
+            "distflow looks for srun, torchrun, accelerate, deepspeed, mpirun, python and script files; use `distflow init "
+            "--command` instead"
         )
-        raise InputError("the script does not start a training", hint=hint)
+        raise InputError("no training command was found in the script", hint=hint)
     draft = draft_command(script.launch, folder=folder, must_exist=must_exist)
     unknown = sorted({name for word in draft.command for name in re.findall(r"\$\{?([A-Za-z_]\w*)", word)})
     if unknown:

@@ -3,8 +3,8 @@
 The agent reports missing blobs, and ``services.receiver`` receives them. Incomplete blobs are kept under a ``.part`` name, so
 that an interrupted transfer can be resumed.
 
-One attempt at a time has the blob's file itself, by a hard link, and other attempts get a copy. Tasks may change their files.
-Therefore the modification time of a complete blob has a certain fraction of a second as a mark, which any write
+Only one attempt at a time gets a hard link to the blob, and other attempts get a copy. Tasks may change their files.
+Therefore the modification time of a complete blob is set to a fixed fraction of a second (``_MARK``), which any write
 changes. A changed blob counts as missing. On file systems that do not keep such fractions, blobs are only copied.
 """
 
@@ -36,7 +36,7 @@ _UNMARKED = ".unmarked"
 
 
 def path_of(root: str, name: object) -> str:
-    """Return a blob's path, whether it exists or not. A blob of an earlier version is moved there first.
+    """Return a blob's path, whether it exists or not. A blob that an older distflow stored elsewhere is moved there.
 
     Raises ``bad_request`` for a name that is not a SHA-256.
     """
@@ -96,7 +96,9 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     if free < needed:
         raise OpError(
             "no_space",
-            "not enough disk space in `{}`: {} needed, {} free".format(directory, size_text(needed), size_text(free)),
+            "not enough disk space in `{}`: {} needed, {} free; free some, or set another `root`".format(
+                directory, size_text(needed), size_text(free)
+            ),
         )
     return lacking
 

@@ -84,9 +84,9 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
     settings: dict[str, Any] = {**options, **layout}
     share = Share(**settings)
     if count < 1:
-        raise LayoutError(f"--size {count}: a machine has at least one rank; give --size 1 or more")
+        raise LayoutError(f"--size (DISTFLOW_RANK_SIZE) is {count}: a machine has at least one rank")
     if first < 0:
-        raise LayoutError(f"--offset {first}: ranks are counted from 0; give --offset 0 or more")
+        raise LayoutError(f"--offset (DISTFLOW_RANK_OFFSET) is {first}: ranks are counted from 0")
     if first + count > world:
         raise LayoutError(
             f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "

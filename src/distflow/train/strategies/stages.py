@@ -71,7 +71,7 @@ class Pipeline(nn.Module):
         is added to the existing ones. Raises ``TypeError`` if the targets are not a tensor, and ``ValueError`` without samples.
         """
         if not isinstance(targets, torch.Tensor):
-            raise TypeError("a pipeline takes its targets as one tensor, which torch cuts into micro-batches")
+            raise TypeError(f"the targets of a pipeline must be one tensor, not a {type(targets).__name__}")
         losses: list[torch.Tensor] = []
         given, named = as_arguments(inputs) if self.is_first else ((), {})
         self._schedule(inputs, trains=True).step(

@@ -175,10 +175,12 @@ class _Check:
         """Let the API server check a pod without creating it: its template, pod security, quotas and webhooks."""
         owner = {"metadata": {"name": "distflow-check", "uid": "00000000-0000-0000-0000-000000000000"}}
         wanted = _request(platform)
+        what = f"a pod{_of(platform)}"
         try:
             self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, ["true"]), is_dry=True)
             together = pod_group_manifest(self.settings, wanted, owner)
             if together is not None:
+                what = f"a PodGroup{_of(platform)}"
                 self._api.create("podgroups", together, is_dry=True)
         except RequestRefused as refused:
             yield error("pod", self._at, refused.message, refused.hint)
@@ -188,7 +190,7 @@ class _Check:
                 hint = "add a `securityContext` to the pod template"
             elif refused.status == 404 and self.settings.scheduler == "volcano":
                 hint = NO_VOLCANO
-            yield error("pod", self._at, f"Kubernetes refuses a pod{_of(platform)}: {refused.message}", hint)
+            yield error("pod", self._at, f"Kubernetes refuses {what}: {refused.message}", hint)
         else:
             yield note("pod", self._at, f"Kubernetes accepts a pod{_of(platform)}", "")
 
