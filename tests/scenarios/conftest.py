@@ -130,7 +130,7 @@ class Cli:
 
     def await_status(self, workflow: str, *statuses: str, timeout: float = 120.0) -> dict[str, Any]:
         """Wait until a workflow shows one of these."""
-        self._await_record(workflow, lambda record: record.status in statuses, timeout)
+        self.await_record(workflow, lambda record: record.status in statuses, timeout)
         return self.query(workflow)
 
     def await_running(self, workflow: str, timeout: float = 120.0) -> dict[str, dict[str, Any]]:
@@ -139,10 +139,10 @@ class Cli:
         def is_running(record: WorkflowRecord) -> bool:
             return all(task.status == "RUNNING" for group in record.groups for task in group.tasks)
 
-        self._await_record(workflow, is_running, timeout)
+        self.await_record(workflow, is_running, timeout)
         return self.tasks(workflow)
 
-    def _await_record(self, workflow: str, condition: Callable[[WorkflowRecord], bool], timeout: float) -> None:
+    def await_record(self, workflow: str, condition: Callable[[WorkflowRecord], bool], timeout: float) -> None:
         """Wait until the stored record of a workflow fulfills a condition.
 
         Reading the store takes a tenth of the time of a command. Now and then a command starts a supervisor if it has ended.

@@ -189,10 +189,12 @@ class Interrupted:
             "submitted": (self.cli.folder / "sbatch-after").exists,
             "queued": self.cluster.jobs,
             "granted": lambda: "RUNNING" in self.cluster.command("squeue", "-h", "-o", "%T"),
-            "preparing": lambda: self._status() in ("INITIALIZING", "RUNNING"),
         }
         if self.phase in reached:
             wait_until(reached[self.phase], 60, f"it is {self.phase}")
+            return
+        if self.phase == "preparing":  # a command for each look would see it too late
+            self.cli.await_record(self.workflow, lambda record: record.groups[0].tasks[0].status == "INITIALIZING", 60)
             return
         self.cli.await_running(self.workflow)
         self.cli.await_log(self.workflow, "line 2")
@@ -209,9 +211,6 @@ class Interrupted:
         (self.cli.folder / "sbatch-go").touch()
         if self._blocker:
             self.cluster.command("scancel", self._blocker)
-
-    def _status(self) -> str:
-        return str(self.cli.query(self.workflow)["groups"][0]["tasks"][0]["status"])
 
     def _delay_sbatch(self) -> None:
         """Let ``sbatch`` wait, before or after it submits the job."""

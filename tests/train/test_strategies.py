@@ -113,7 +113,7 @@ def test_parts_of_sequences_train_as_whole_sequences_do(worlds: Worlds, world: i
     assert "needs GPUs" in found["refused"]  # without the kernel that the check adds
     call, length = found["errors"]
     assert "call plan.forward_backward or plan.evaluate" in call
-    assert "divisible by 4: found (" in length
+    assert "a multiple of 4 (pad them): found (" in length
 
 
 def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:
@@ -269,7 +269,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
     [
         ("ranks", "the strategy is for 5 ranks, but there are 2"),
         ("loss", "parallelize(model, loss=…)"),
-        ("trace", "set split_points"),
+        ("trace", "Set split_points"),
         ("plan", "no attention or MLP with known names"),
         ("unknown plan", "the plan names 'thrid'"),
         ("fused by name", "c_attn seems to hold several matrices at once"),
