@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -154,6 +155,7 @@ def test_what_cannot_work_is_refused_before_it_starts(cli: Cli, project: Path) -
         "cannot be called with these arguments: missing a required argument: 'number'": lambda: run(double),
         "5 is not a function": lambda: run(cast("Any", 5)),
         "returns a coroutine or a generator": lambda: run(later),
+        "`functools.partial(": lambda: run(functools.partial(later)),
         "`on_interrupt` must be `cancel` or `detach`": lambda: run(double, args=(1,), on_interrupt=cast("Any", "stop")),
         "`limit` must be at least 1": lambda: next(distflow.Launcher().map_array(double, [1], limit=0)),
         "the secret `KEY` is not a string": lambda: distflow.submit(TRUE, secrets={"KEY": cast("Any", 1)}),

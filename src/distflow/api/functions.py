@@ -321,17 +321,16 @@ class Launcher:
             raise InputError(f"`{self.name}` is not a valid name of a workflow", hint=f"for example `{name_of(self.name)}`")
         if not callable(function):
             raise InputError(f"{function!r} is not a function")
+        shown = str(getattr(function, "__name__", function))
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise InputError(
-                f"`{function.__name__}` returns a coroutine or a generator, which nodes cannot send back",
+                f"`{shown}` returns a coroutine or a generator, which nodes cannot send back",
                 hint="call `asyncio.run(...)` in a plain function, or return a list instead of using `yield`",
             )
         try:
             inspect.signature(function).bind(*args, **kwargs)
         except TypeError as error:
-            raise InputError(
-                f"`{getattr(function, '__name__', function)}` cannot be called with these arguments: {error}"
-            ) from None
+            raise InputError(f"`{shown}` cannot be called with these arguments: {error}") from None
         except ValueError:  # functions that are written in C may have no signature
             return
 
