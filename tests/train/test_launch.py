@@ -282,7 +282,7 @@ def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: s
     ("flags", "said"),
     [
         (["--size", "0", "x.py"], "--size (DISTFLOW_RANK_SIZE) is 0: a machine has at least one rank"),
-        (["--offset", "-1", "x.py"], "--offset -1: ranks are counted from 0"),
+        (["--offset", "-1", "x.py"], "--offset (DISTFLOW_RANK_OFFSET) is -1: ranks are counted from 0"),
         (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "ranks 8 to 15 do not fit a world of 12"),
         (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "give --world_size 16 or more, or a smaller --size"),
         (["--offset", "8", "--world_size", "8", "x.py"], "give --world_size 9 or more, or a smaller --offset"),
