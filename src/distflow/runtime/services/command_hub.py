@@ -159,8 +159,10 @@ class _Hub:
     def serve(self) -> None:
         """Run commands until the submitter is gone."""
         try:
-            while True:
+            while not self._is_over:
                 self._turn(self._poll)
+            while self._receive():  # data that was sent before the end
+                pass
         except (_Gone, ValueError, struct.error):
             self._is_over = True
         self._flush_inputs()
@@ -176,7 +178,7 @@ class _Hub:
                 self._receive()
             elif fd == 1:
                 if not self._outgoing and events & (select.POLLERR | select.POLLHUP):
-                    raise _Gone
+                    self._is_over = True
                 self._flush()
             elif fd == self._wakeup:
                 self._reap()
@@ -199,11 +201,12 @@ class _Hub:
 
     # -- the submitter
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Take a piece of the submitter's data. Return False if there is none now, and raise ``_Gone`` at its end."""
         try:
             data = os.read(0, _RECEIVE)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             raise _Gone from error
         if not data:
@@ -211,6 +214,7 @@ class _Hub:
         self._received_at = time.monotonic()
         for kind, number, content in self._reader.feed(data):
             self._take(kind, number, content)
+        return True
 
     def _take(self, kind: int, number: int, content: bytes) -> None:
         channel = self._channels.get(number)
@@ -253,8 +257,10 @@ class _Hub:
                 del self._outgoing[: _write(1, self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError as error:
-            raise _Gone from error
+        except OSError:  # the submitter is gone, but its last data may be unread
+            self._is_over = True
+            self._outgoing.clear()
+            return
         if bool(self._outgoing) != self._is_waiting:
             self._is_waiting = not self._is_waiting
             for poll in (self._poll, self._own_poll):
