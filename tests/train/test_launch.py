@@ -281,7 +281,7 @@ def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: s
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--size", "0", "x.py"], "--size (DISTFLOW_RANK_SIZE) is 0: a machine has at least one rank"),
+        (["--size", "0", "x.py"], "--size (DISTFLOW_RANK_SIZE) is 0: a machine has at least one rank; give 1 or more"),
         (["--offset", "-1", "x.py"], "--offset (DISTFLOW_RANK_OFFSET) is -1: ranks are counted from 0"),
         (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "ranks 8 to 15 do not fit a world of 12"),
         (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "give --world_size 16 or more, or a smaller --size"),

@@ -91,13 +91,13 @@ def raised_before_stop(end: End, lines: Sequence[str]) -> PrintedException | Non
     torch labels a traceback only if nothing caught the exception. torchrun reports a failed rank after its other ranks have
     ended, so it is often stopped before that. Exceptions that only report the loss of another process are ignored.
     """
-    if end.stopped_at is None:
+    if end.stopped_at is None:  # usually; the search below takes time
         return None
     for one in printed_exceptions(lines):
         line = lines[one.last_line]
         time = line.time if isinstance(line, PrintedLine) else None
         if one.is_labeled and time is not None and not is_symptom(one.text):
-            return one if (end.clock.ours(time) if end.clock else time) <= end.stopped_at else None
+            return one if end.is_before_stop(time) else None
     return None
 
 

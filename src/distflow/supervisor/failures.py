@@ -105,12 +105,13 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
     )
 
 
-def with_own_failures(group: GroupRecord, counted: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> GroupRecord:
-    """Return the group after a search for tasks that failed before they were stopped.
+def with_own_failures(group: GroupRecord, counts: Callable[[str], bool], lines: Mapping[str, tuple[str, ...]]) -> GroupRecord:
+    """Return the group after a search for stopped tasks that had failed by themselves (``raised_before_stop``).
 
-    Only if all other failed tasks report the loss of a peer, such a task is a failure of its own (``raised_before_stop``).
-    ``counted`` are the tasks whose failure fails the group, and ``lines`` the last lines of their output.
+    The search takes place only if all failures so far report the loss of a peer. ``counts`` returns whether the failure of the
+    named task fails the group. ``lines`` are the last lines of each task's output.
     """
+    counted = [task for task in group.tasks if counts(task.name)]
     failed = [task for task in counted if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
     if not failed or any(_blame_order(task, failure_report(task.end, lines.get(task.name, ()))) != 1 for task in failed):
         return group
@@ -190,9 +191,9 @@ def _failed_before_stop(end: End) -> bool:
     A process takes a while to end after its exception. Its peers lose the connection to it in that time, and may end sooner.
     """
     error = parse_error_file(end.error)
-    if not end.exit_code or error is None or error.raised_at is None or end.stopped_at is None or is_symptom(error.message):
+    if not end.exit_code or error is None or error.raised_at is None or is_symptom(error.message):
         return False
-    return (end.clock.ours(error.raised_at) if end.clock else error.raised_at) <= end.stopped_at
+    return end.is_before_stop(error.raised_at)
 
 
 def _by_command(end: End) -> _Conclusion:

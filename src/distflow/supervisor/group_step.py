@@ -411,13 +411,12 @@ class GroupStep:
             if self.group.stop_reason in (None, Reason.PEER_FAILED):  # otherwise, the message says why it ends
                 self._show_message(saving)
             return
-        group = self.group
-        group = with_own_failures(group, [task for task in group.tasks if self.plan.counts(task.name)], self._lines())
-        self.group = group
-        cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
+        lines = self._lines()
+        self.group = group = with_own_failures(self.group, self.plan.counts, lines)
+        cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], lines)
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
             # No failure of a started task fails the group, so the cause is a task that could not start.
-            cause = first_cause([task for task in group.tasks if task.started_at is None], self._lines())
+            cause = first_cause([task for task in group.tasks if task.started_at is None], lines)
         if cause is not None or group.stop_reason is Reason.PEER_FAILED:
             cause = hidden_cause(group, cause, self._last_lines)
         if group.stop_reason is Reason.CANCELED:

@@ -53,7 +53,7 @@ def _scalar(name: str, value: object) -> Scalar:
         return str(value)
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise TypeError(f"{name} is a {type(value).__name__}: give a number, a string, None, or a tensor with one element")
+    raise TypeError(f"{name} is a {type(value).__name__}: give a number, a string, None, or a tensor of shape () or (1,)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

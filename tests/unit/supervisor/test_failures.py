@@ -254,9 +254,7 @@ def test_a_stopped_task_whose_rank_had_raised_is_the_cause_if_the_others_lost_it
         ended_at=3.0, reason=EndReason.PEER_FAILED, signal=9, stopped_at=-50.0, clock=Clock(offset_s=100.0, uncertainty_s=0.1)
     )
     worker = replace(_failed("worker", 3.0, reason=Reason.PEER_FAILED), end=end)
-    group = with_own_failures(
-        replace(RUNNING, tasks=(_failed("master", 1.0, master), worker)), (_failed("master", 1.0, master), worker), lines
-    )
+    group = with_own_failures(replace(RUNNING, tasks=(_failed("master", 1.0, master), worker)), lambda _: True, lines)
     found = first_cause(group.tasks, lines)
     assert found is not None
     assert (found.task, found.ranks, found.message) == (cause or ("master", "0-7", f"exit code 1: {master}"))

@@ -84,9 +84,9 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
     settings: dict[str, Any] = {**options, **layout}
     share = Share(**settings)
     if count < 1:
-        raise LayoutError(f"--size (DISTFLOW_RANK_SIZE) is {count}: a machine has at least one rank")
+        raise LayoutError(f"--size (DISTFLOW_RANK_SIZE) is {count}: a machine has at least one rank; give 1 or more")
     if first < 0:
-        raise LayoutError(f"--offset (DISTFLOW_RANK_OFFSET) is {first}: ranks are counted from 0")
+        raise LayoutError(f"--offset (DISTFLOW_RANK_OFFSET) is {first}: ranks are counted from 0; give 0 or more")
     if first + count > world:
         raise LayoutError(
             f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "

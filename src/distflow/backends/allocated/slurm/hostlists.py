@@ -28,7 +28,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
         for choice in choices:
             count *= len(choice)
         if len(hosts) + count > MOST_HOSTS:
-            raise ValueError(f"the host list `{text[:80]}` has more than {MOST_HOSTS} hosts")
+            raise ValueError(f"the list of hosts `{text[:80]}` has more than {MOST_HOSTS} hosts")
         hosts += ["".join(one) for one in itertools.product(*choices)]
     return tuple(hosts)
 
@@ -41,6 +41,6 @@ def _numbers(ranges: str) -> list[str]:
         if int(first) > int(last):
             raise ValueError(f"{item!r} in a list of hosts is not a range of numbers")
         if len(found) + int(last) - int(first) >= MOST_HOSTS:
-            raise ValueError(f"the host list `{ranges[:80]}` has more than {MOST_HOSTS} hosts")
+            raise ValueError(f"the list of hosts `{ranges[:80]}` has more than {MOST_HOSTS} hosts")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

@@ -42,5 +42,5 @@ def test_a_list_is_expanded_in_order(text: str, hosts: tuple[str, ...]) -> None:
     ],
 )
 def test_invalid_lists_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"list of hosts|the host list `.*` has more than 65536 hosts"):
+    with pytest.raises(ValueError, match="list of hosts"):
         expand_hosts(text)
