@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import Optional, Sequence, Tuple
+
+from distflow.protocol.light_typing import Optional, Sequence, Tuple
 
 __all__ = [
     "EVICTED_CODE",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Mapping, NamedTuple, Optional
+
+from distflow.protocol.light_typing import Any, Mapping, NamedTuple, Optional
 
 __all__ = ["VARIABLE", "ErrorReport", "error_file", "is_symptom", "parse_error_file"]
 
@@ -45,13 +46,13 @@ def error_file(message: str, callstack: str, raised_at: float, more: Mapping[str
 
 def parse_error_file(content: object) -> Optional[ErrorReport]:
     """Return the report in decoded JSON, or ``None`` if it is not an error file. Any process may have written the file."""
-    if not isinstance(content, Mapping) or "message" not in content:
+    if not isinstance(content, dict) or "message" not in content:
         return None
     message, extra = content["message"], None
-    if isinstance(message, Mapping):
+    if isinstance(message, dict):
         extra = message.get("extraInfo")
         message = message.get("message", "")
-    extra = extra if isinstance(extra, Mapping) else {}
+    extra = extra if isinstance(extra, dict) else {}
     callstack = extra.get("py_callstack")
     return ErrorReport(
         message=str(message),  # torch writes a plain text for a process that was killed

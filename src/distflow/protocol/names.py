@@ -6,7 +6,7 @@ messages.
 
 from __future__ import annotations
 
-from typing import Literal
+from distflow.protocol.light_typing import Literal
 
 __all__ = ["ErrorKind", "Operation", "attempt_name", "is_attempt_name", "is_uuid"]
 

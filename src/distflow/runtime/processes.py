@@ -7,8 +7,8 @@ import ctypes
 import os
 import resource
 import signal
-from typing import AbstractSet, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import AbstractSet, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 from distflow.runtime.clock import now
 
 __all__ = [

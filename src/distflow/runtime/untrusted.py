@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Union
+
+from distflow.protocol.light_typing import Any, Union
 
 __all__ = ["MAX_BYTES", "decode_json", "decode_object"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Any, Deque, Dict, List, Optional, cast
 
+from distflow.protocol.light_typing import TYPE_CHECKING, Any, Deque, Dict, List, Optional, cast
 from distflow.runtime.untrusted import decode_object
 
 if TYPE_CHECKING:

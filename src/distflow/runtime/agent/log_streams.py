@@ -9,8 +9,8 @@ from __future__ import annotations
 import binascii
 import os
 import time
-from typing import Callable, Dict, List, Optional
 
+from distflow.protocol.light_typing import Callable, Dict, List, Optional
 from distflow.runtime.files import log_files
 from distflow.runtime.files.log_files import Segment
 from distflow.runtime.wire import Json, OpError

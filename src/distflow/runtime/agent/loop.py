@@ -12,8 +12,8 @@ import os
 import selectors
 import signal
 import time
-from typing import Callable, List, NoReturn, Set, Tuple, Union
 
+from distflow.protocol.light_typing import Callable, List, NoReturn, Set, Tuple, Union
 from distflow.runtime import processes
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError

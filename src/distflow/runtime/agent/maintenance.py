@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Dict, Union, cast
-
+from distflow.protocol.light_typing import TYPE_CHECKING, Callable, Dict, Union, cast
 from distflow.runtime.agent.loop import Loop
 from distflow.runtime.agent.watches import Watches
 from distflow.runtime.cleanup import cleaning

@@ -10,8 +10,8 @@ import selectors
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union, cast
 
+from distflow.protocol.light_typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union, cast
 from distflow.runtime import processes
 from distflow.runtime.agent.log_streams import LogStreams
 from distflow.runtime.agent.loop import Loop

@@ -9,8 +9,8 @@ import selectors
 import signal
 import socket
 import time
-from typing import Callable, Dict, List, Optional, Union
 
+from distflow.protocol.light_typing import Callable, Dict, List, Optional, Union
 from distflow.runtime import processes
 from distflow.runtime.agent.loop import Loop
 from distflow.runtime.cleanup import orphans

@@ -9,8 +9,8 @@ import contextlib
 import os
 import re
 import shutil
-from typing import Callable, Iterator, List, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import Callable, Iterator, List, Optional, Set, Tuple
 from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import file_system_now
 from distflow.runtime.files import attempt_files, attempts, log_files, root_directory, venvs

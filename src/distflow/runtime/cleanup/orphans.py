@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from typing import AbstractSet, List, Optional
 
 from distflow.protocol.ends import EndReason
+from distflow.protocol.light_typing import AbstractSet, List, Optional
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, log_files, records
 from distflow.runtime.guard import process_tree

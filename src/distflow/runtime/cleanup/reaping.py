@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import select
 import time
-from typing import Dict, List, NamedTuple, Optional, Tuple
 
+from distflow.protocol.light_typing import Dict, List, NamedTuple, Optional, Tuple
 from distflow.runtime import processes
 from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import now

@@ -14,8 +14,8 @@ import io
 import json
 import os
 import stat
-from typing import BinaryIO, Dict, List, Optional, Set
 
+from distflow.protocol.light_typing import BinaryIO, Dict, List, Optional, Set
 from distflow.runtime.files import log_files, masking
 from distflow.runtime.files.blobs import is_complete, link_blob, path_of
 from distflow.runtime.files.safe_files import check_mounts, path_inside

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from typing import Callable, Iterator, List, Optional, Tuple
 
+from distflow.protocol.light_typing import Callable, Iterator, List, Optional, Tuple
 from distflow.protocol.names import is_attempt_name, is_uuid
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, log_files, records, root_directory

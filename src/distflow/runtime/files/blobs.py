@@ -14,8 +14,8 @@ import contextlib
 import os
 import re
 import stat
-from typing import List, Optional
 
+from distflow.protocol.light_typing import List, Optional
 from distflow.runtime.clock import now
 from distflow.runtime.files import root_directory
 from distflow.runtime.files.safe_files import open_locked

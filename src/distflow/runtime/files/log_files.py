@@ -9,7 +9,8 @@ ends in ``.idx``. ``output.samples`` holds the use of CPU, memory, network, disk
 from __future__ import annotations
 
 import os
-from typing import List, NamedTuple, Optional, Union
+
+from distflow.protocol.light_typing import List, NamedTuple, Optional, Union
 
 __all__ = [
     "INDEX",

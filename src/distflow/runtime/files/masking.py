@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from typing import Any, Iterator, List, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import Any, Iterator, List, Optional, Set, Tuple
 from distflow.runtime.wire import Json
 
 __all__ = ["MASK", "SECRET_BYTES", "Mask", "Stream", "clean_error", "encoded", "memory", "read_shared", "share"]

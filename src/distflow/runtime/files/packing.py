@@ -14,8 +14,8 @@ import select
 import stat
 import tarfile
 import tempfile
-from typing import Callable, Iterator, List, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import Callable, Iterator, List, Optional, Set, Tuple
 from distflow.runtime.clock import file_system_now
 from distflow.runtime.files import attempts
 from distflow.runtime.files.blobs import BLOBS, Part, is_complete, path_of

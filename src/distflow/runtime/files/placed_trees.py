@@ -12,8 +12,8 @@ import contextlib
 import os
 import select
 import stat
-from typing import Dict, Iterator, List, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import Dict, Iterator, List, Optional, Set, Tuple
 from distflow.runtime import processes
 from distflow.runtime.files.blobs import path_of
 from distflow.runtime.files.records import read_end, read_state

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import select
-from typing import TYPE_CHECKING, Any, Dict, Optional
 
 from distflow.protocol.ends import EndReason
+from distflow.protocol.light_typing import TYPE_CHECKING, Any, Dict, Optional
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files.masking import Mask, clean_error

@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from typing import List, Optional
+
+from distflow.protocol.light_typing import List, Optional
 
 __all__ = ["MARKER", "MARKER_TEXT", "PRIVATE", "earlier_root", "is_marked", "is_own_directory", "mark", "roots"]
 

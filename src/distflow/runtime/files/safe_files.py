@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from typing import IO, Any, Iterable, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import IO, Any, Iterable, Optional, Set, Tuple
 from distflow.runtime.wire import OpError
 
 __all__ = ["check_mounts", "has_name", "open_locked", "path_inside", "publish", "reserve_bytes"]

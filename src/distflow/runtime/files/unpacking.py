@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 import tarfile
-from typing import BinaryIO, Container, List, Optional, Pattern, Set
 
+from distflow.protocol.light_typing import BinaryIO, Container, List, Optional, Pattern, Set
 from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.wire import OpError
 

@@ -13,8 +13,8 @@ import json
 import os
 import re
 import sys
-from typing import Iterator, Optional, Tuple
 
+from distflow.protocol.light_typing import Iterator, Optional, Tuple
 from distflow.runtime.files.root_directory import is_marked, is_own_directory
 from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.untrusted import decode_object

@@ -11,8 +11,8 @@ import json
 import os
 import signal
 import stat
-from typing import AbstractSet, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from distflow.protocol.light_typing import AbstractSet, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from distflow.runtime import processes
 from distflow.runtime.guard import netcat, process_tree
 from distflow.runtime.guard.output import rank_variables

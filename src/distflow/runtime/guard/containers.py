@@ -13,9 +13,9 @@ import json
 import os
 import subprocess
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from distflow.protocol.ends import EndReason
+from distflow.protocol.light_typing import Any, Dict, Iterator, List, Optional, Tuple
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files
 from distflow.runtime.files.safe_files import check_mounts

@@ -12,8 +12,8 @@ import os
 import selectors
 import socket
 import sys
-from typing import Callable, FrozenSet, List, NamedTuple, Optional, Set
 
+from distflow.protocol.light_typing import Callable, FrozenSet, List, NamedTuple, Optional, Set
 from distflow.runtime.leases import lease_files
 from distflow.runtime.wire import Json, LineReader, OpError, encode
 

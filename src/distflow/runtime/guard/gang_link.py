@@ -22,10 +22,10 @@ import selectors
 import socket
 import sys
 import time
-from typing import Callable, List, Optional, Set
 
 from distflow.protocol import ends
 from distflow.protocol.ends import EndReason
+from distflow.protocol.light_typing import Callable, List, Optional, Set
 from distflow.runtime.hashing import compare_digest, keyed_hash
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json

@@ -14,9 +14,9 @@ import selectors
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 
 from distflow.protocol.ends import EndReason
+from distflow.protocol.light_typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, masking, records

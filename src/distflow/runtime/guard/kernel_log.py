@@ -11,8 +11,8 @@ import ctypes
 import os
 import re
 import time
-from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set
 
+from distflow.protocol.light_typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import log_files

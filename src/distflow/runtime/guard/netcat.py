@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from typing import List
+
+from distflow.protocol.light_typing import List
 
 __all__ = ["TOOLS", "add_to", "main"]
 

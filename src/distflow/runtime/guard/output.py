@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import struct
 import time
-from typing import Dict, List, Optional, Sequence
 
+from distflow.protocol.light_typing import Dict, List, Optional, Sequence
 from distflow.runtime.clock import now
 from distflow.runtime.files import log_files
 from distflow.runtime.files.log_files import Segment

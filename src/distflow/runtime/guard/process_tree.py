@@ -28,8 +28,8 @@ import re
 import select
 import signal
 import time
-from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple
 
+from distflow.protocol.light_typing import Callable, Dict, Iterable, List, Optional, Set, Tuple
 from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.processes import Process, last_pid, list_processes, name_of, only_descendants, read_process
 from distflow.runtime.wire import Json

@@ -10,9 +10,9 @@ import mmap
 import os
 import signal
 import sys
-from typing import NoReturn
 
 from distflow.protocol.ends import EndReason
+from distflow.protocol.light_typing import NoReturn
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, masking, records

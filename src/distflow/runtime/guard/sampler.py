@@ -20,8 +20,8 @@ import select
 import signal
 import sys
 import time
-from typing import Dict, List, NoReturn, Optional
 
+from distflow.protocol.light_typing import Dict, List, NoReturn, Optional
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import log_files, records

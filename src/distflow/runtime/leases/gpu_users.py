@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Collection, Dict, FrozenSet, List, Optional, Tuple
 
+from distflow.protocol.light_typing import Collection, Dict, FrozenSet, List, Optional, Tuple
 from distflow.runtime.probes.facts import nvidia_smi, user_name
 from distflow.runtime.processes import attempt_of, output_of
 from distflow.runtime.wire import Json

@@ -12,8 +12,8 @@ import os
 import re
 import stat
 import time
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from distflow.protocol.light_typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 from distflow.runtime import processes
 from distflow.runtime.files.safe_files import has_name
 from distflow.runtime.probes.facts import user_name

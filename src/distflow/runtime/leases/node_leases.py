@@ -12,8 +12,8 @@ import os
 import re
 import socket
 import time
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+from distflow.protocol.light_typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 from distflow.runtime.files.safe_files import has_name
 from distflow.runtime.leases import gpu_users, tickets
 from distflow.runtime.leases.gpu_users import GpuUser

@@ -15,8 +15,8 @@ import json
 import os
 import re
 import stat
-from typing import Any, Dict, NamedTuple, Tuple
 
+from distflow.protocol.light_typing import Any, Dict, NamedTuple, Tuple
 from distflow.runtime.clock import now
 from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.leases import lease_files

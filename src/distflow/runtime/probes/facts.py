@@ -9,8 +9,8 @@ import pwd
 import socket
 import struct
 import sys
-from typing import Dict, List, Optional
 
+from distflow.protocol.light_typing import Dict, List, Optional
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json

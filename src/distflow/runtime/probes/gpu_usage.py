@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from typing import Dict, List, Optional, Sequence, Tuple
+
+from distflow.protocol.light_typing import Dict, List, Optional, Sequence, Tuple
 
 __all__ = ["LIMITS", "AmdGpus", "GpuReader", "NvidiaGpus", "open_gpus"]
 

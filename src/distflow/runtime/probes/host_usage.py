@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Dict, List, NamedTuple, Optional, Set, Tuple
+
+from distflow.protocol.light_typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 __all__ = ["HostUsage", "limits"]
 

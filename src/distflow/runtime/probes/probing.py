@@ -15,8 +15,8 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional
 
+from distflow.protocol.light_typing import Callable, Dict, List, NamedTuple, Optional
 from distflow.runtime import processes
 from distflow.runtime.files import venvs
 from distflow.runtime.guard import command, kernel_log

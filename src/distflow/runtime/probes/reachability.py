@@ -10,8 +10,8 @@ import re
 import selectors
 import socket
 import time
-from typing import Callable, Optional, Tuple
 
+from distflow.protocol.light_typing import Callable, Optional, Tuple
 from distflow.runtime.agent.loop import Loop
 from distflow.runtime.wire import Json, OpError
 

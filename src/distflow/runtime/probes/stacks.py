@@ -20,8 +20,8 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
 
+from distflow.protocol.light_typing import Any, Callable, Dict, List, Optional, Tuple
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempts, records

@@ -34,7 +34,8 @@ import socket
 import struct
 import sys
 import time
-from typing import Any, Dict, List, Optional, Tuple
+
+from distflow.protocol.light_typing import Any, Dict, List, Optional, Tuple
 
 __all__ = [
     "CLOSE",

@@ -16,7 +16,8 @@ import os
 import socket
 import sys
 import threading
-from typing import Callable
+
+from distflow.protocol.light_typing import Callable
 
 __all__ = ["main"]
 

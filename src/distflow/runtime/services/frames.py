@@ -19,8 +19,8 @@ import select
 import struct
 import time
 import zlib
-from typing import BinaryIO, Callable, Iterator, Optional, Protocol, Tuple
 
+from distflow.protocol.light_typing import BinaryIO, Callable, Iterator, Optional, Protocol, Tuple
 from distflow.runtime.files.blobs import Part
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError, encode

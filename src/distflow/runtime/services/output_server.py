@@ -18,8 +18,8 @@ import hashlib
 import os
 import stat
 import sys
-from typing import Any, BinaryIO, Iterator, List, Optional, Tuple
 
+from distflow.protocol.light_typing import Any, BinaryIO, Iterator, List, Optional, Tuple
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, blobs
 from distflow.runtime.files.packing import link_target, output_of, walk

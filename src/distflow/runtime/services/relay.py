@@ -25,7 +25,8 @@ import socket
 import struct
 import sys
 import time
-from typing import List, Optional, Set
+
+from distflow.protocol.light_typing import List, Optional, Set
 
 __all__ = ["CONNECTED", "ENDED", "dial", "end", "main", "run"]
 

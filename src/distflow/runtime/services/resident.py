@@ -30,7 +30,8 @@ import struct
 import subprocess
 import sys
 import time
-from typing import Dict, List, Optional, Set
+
+from distflow.protocol.light_typing import Dict, List, Optional, Set
 
 __all__ = ["Connection", "Resident", "batch", "main", "node", "pod"]
 

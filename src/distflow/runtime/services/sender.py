@@ -16,8 +16,8 @@ import contextlib
 import os
 import sys
 import time
-from typing import BinaryIO
 
+from distflow.protocol.light_typing import BinaryIO
 from distflow.runtime import processes
 from distflow.runtime.files.blobs import path_of
 from distflow.runtime.files.packing import pack_output, pack_place

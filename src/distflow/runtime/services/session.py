@@ -23,8 +23,8 @@ import signal
 import struct
 import termios
 import time
-from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
+from distflow.protocol.light_typing import Callable, Dict, Iterator, List, Optional, Tuple
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, records
 from distflow.runtime.guard import command

@@ -21,8 +21,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Dict, List, Tuple
 
+from distflow.protocol.light_typing import Dict, List, Tuple
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import root_directory, venvs
