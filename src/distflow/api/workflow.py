@@ -613,8 +613,9 @@ def submit_checked(
     """Submit as ``submit`` does, but call ``check`` before anything is stored. An error in it prevents the submission."""
     name, text = _source(spec)
     with _client() as client:
+        client.load_supervisor()
         configuration = client.configuration()
-        client.load_supervisor(configuration, with_hosts=hosts is not None)
+        client.load_backends(configuration, with_hosts=hosts is not None)
         request = submission.SubmitRequest(
             spec=name,
             text=text,

@@ -147,9 +147,10 @@ def run_command(
     """
     settings = parse_node_settings(python, setup, env, venv)
     with open_client() as client:
-        configuration, hosts = client.configuration(), client.hosts(hostfile)
         if not (dry_run or print_spec):
-            client.load_supervisor(configuration, with_hosts=hosts is not None)
+            client.load_supervisor()
+        configuration, hosts = client.configuration(), client.hosts(hostfile)
+        client.load_backends(configuration, with_hosts=hosts is not None)
 
         # Imported while the supervisor process starts, because both take long.
         from distflow.cli.workflow.submission import parse_overrides, print_plan, print_submitted, warn

@@ -241,15 +241,11 @@ class Client:
         if process is not None:
             detach(process)
 
-    def load_supervisor(self, configuration: Configuration, *, with_hosts: bool) -> None:
+    def load_supervisor(self) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.
 
-        Do nothing if a supervisor is already running. The new process starts while the caller checks a spec, which saves time.
-        If ``ensure_supervisor`` is never called, the process ends when the client is closed.
-
-        Args:
-            configuration: The pools whose backends the supervisor imports.
-            with_hosts: Whether the hosts of a hostfile replace the pools.
+        Do nothing if a supervisor is already running. The new process starts while the caller reads the configuration and
+        checks a spec, which saves time. If ``ensure_supervisor`` is never called, the process ends when the client is closed.
 
         Raises:
             OSError: if the process cannot be started.
@@ -258,8 +254,18 @@ class Client:
         """
         from distflow.supervisor.process import preload_supervisor
 
-        backends = ["ssh"] if with_hosts else [pool.backend for pool in configuration.pools.values()]
-        self._preloaded = preload_supervisor(self.writable_directory(), backends)
+        self._preloaded = preload_supervisor(self.writable_directory())
+
+    def load_backends(self, configuration: Configuration, *, with_hosts: bool) -> None:
+        """Let the supervisor that ``load_supervisor`` started import the modules of backends.
+
+        Args:
+            configuration: The pools whose backends it imports.
+            with_hosts: Whether the hosts of a hostfile replace the pools.
+
+        """
+        if self._preloaded is not None:
+            self._preloaded.load_backends(["ssh"] if with_hosts else [pool.backend for pool in configuration.pools.values()])
 
     def stop_outdated_supervisor(self) -> None:
         """End a supervisor of an older version of distflow. It might ignore features of the workflow that is stored next.

@@ -1,4 +1,4 @@
-"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [BACKENDS]``: the background process. Users never start it."""
+"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [preload]``: the background process. Users never start it."""
 
 from __future__ import annotations
 

@@ -155,10 +155,25 @@ def _is_supervisor(pid: int) -> bool:
 
 
 class PreloadedSupervisor(Struct, frozen=True):
-    """A supervisor that loads its modules and waits for a byte to start working. It exits if this process ends first."""
+    """A supervisor that loads its modules and waits until it may start working. It exits if this process ends first."""
 
     process: subprocess.Popen[bytes]
     ready: int
+
+    def load_backends(self, names: Iterable[str]) -> None:
+        """Let it load the modules of the backends that it may need. Call this once, before ``ensure_supervisor``."""
+        self._write(",".join(sorted(set(names))))
+
+    def start(self) -> None:
+        """Let it start working."""
+        self._write("start")
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def _write(self, line: str) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(f"{line}\n".encode())
 
     def stop(self) -> None:
         """Kill the process before it begins to work."""
@@ -167,14 +182,12 @@ class PreloadedSupervisor(Struct, frozen=True):
         self.process.communicate()
 
 
-def preload_supervisor(directory: StateDirectory, backends: Iterable[str]) -> PreloadedSupervisor | None:
+def preload_supervisor(directory: StateDirectory) -> PreloadedSupervisor | None:
     """Start a supervisor that loads its modules while the caller prepares the work. Return ``None`` if one is running.
 
-    ``backends`` are the backends that it may need. Pass the result to ``ensure_supervisor``.
+    Call ``load_backends`` of the result, then pass it to ``ensure_supervisor``.
     """
-    if is_running(directory):
-        return None
-    return _launch(directory, ",".join(sorted(set(backends))))
+    return None if is_running(directory) else _launch(directory, preload=True)
 
 
 def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded: PreloadedSupervisor | None = None) -> None:
@@ -189,10 +202,7 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded
             return
         preloaded = _launch(directory)
     process, ready = preloaded.process, preloaded.ready
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(b"g")
-            process.stdin.close()
+    preloaded.start()
     try:
         if wait:
             _await_ready(process, ready, directory)
@@ -202,15 +212,15 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded
         os.close(ready)
 
 
-def _launch(directory: StateDirectory, backends: str | None = None) -> PreloadedSupervisor:
+def _launch(directory: StateDirectory, *, preload: bool = False) -> PreloadedSupervisor:
     _trim(directory.supervisor_log)
     ready, report = os.pipe()
     try:
         with open(directory.supervisor_log, "ab", opener=_private) as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "distflow.supervisor", str(directory.path), str(report)]
-                + ([backends] if backends is not None else []),
-                stdin=subprocess.DEVNULL if backends is None else subprocess.PIPE,
+                + (["preload"] if preload else []),
+                stdin=subprocess.PIPE if preload else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=(report,),

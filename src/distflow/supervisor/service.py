@@ -59,16 +59,16 @@ class _Logs:
 def main(argv: list[str]) -> int:
     """Take the lock, report when the supervisor runs, and work until there is no unfinished workflow. Return the exit code.
 
-    If another supervisor has the lock, report that and exit. With the argument ``BACKENDS`` (names, joined by commas), first
-    load them and wait for a byte on standard input; exit if standard input ends instead.
+    If another supervisor has the lock, report that and exit. With the argument ``preload``, first read two lines from standard
+    input: the names of backends to load, joined by commas, and ``start``. Exit if standard input ends before that.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     LocalTransport.umask = os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if len(argv) > 2:
-        preload(argv[2].split(","))
-        if not os.read(0, 1):
+        preload(sys.stdin.readline().strip().split(","))
+        if not sys.stdin.readline():
             return 0
     gc.freeze()
     gc.enable()

@@ -133,10 +133,11 @@ def submit_workflow(
     plain, report = format_type.plain, CiReport(format_type, junit, page, is_waiting=wait)
     settings = parse_node_settings(python, setup, env, venv)
     with report.errors(), open_submit_client() as client:
-        configuration, hosts = client.configuration(), client.hosts(hostfile)
         is_dry = dry_run or scripts is not None
         if not is_dry:
-            client.load_supervisor(configuration, with_hosts=hosts is not None)
+            client.load_supervisor()
+        configuration, hosts = client.configuration(), client.hosts(hostfile)
+        client.load_backends(configuration, with_hosts=hosts is not None)
 
         # Imported after the supervisor process has started, because both take long.
         from distflow.cli.search_options import priorities
