@@ -38,7 +38,8 @@ def main() -> int:
     with Lab(HOSTS) as lab:
         lab.environment["PDSH_SSH_ARGS"] = f"-F {lab.ssh_config} %h"
         pdsh = f"pdsh -S -R ssh -f {HOSTS} -w {','.join(lab.names)} true"
-        taken = alternate({"pdsh": lambda: lab.shell(pdsh), "distflow": lambda: lab.submit(SPEC)}, runs=RUNS)
+        contestants = {"pdsh": lambda: lab.shell(pdsh), "distflow": lambda: lab.submit(SPEC)}
+        taken = alternate(contestants, runs=RUNS, settle=lab.settle)
         ratios = show(f"`true` on {HOSTS} hosts, {RUNS} runs", taken, "pdsh")
     return int(ratios["distflow"] > 1.0)
 

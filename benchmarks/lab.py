@@ -86,7 +86,11 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         """Wait until all connections are closed, then stop the servers, even if a connection stays open."""
         with self.stack:
-            wait_until(lambda: not any(server.connections() for server in self.servers.values()), 60)
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until no connection to a host is open."""
+        wait_until(lambda: not any(server.connections() for server in self.servers.values()), 60)
 
     @property
     def ssh(self) -> str:
