@@ -30,6 +30,9 @@ def now() -> float:
     return steady.now()
 
 
+_MANY_SUPERVISORS = 3
+
+
 def user_name() -> str:
     """Return the name of this user. In a container without user names, return the numeric user id."""
     import getpass
@@ -77,6 +80,7 @@ class Client:
         self._directory: StateDirectory | None = None
         self._store: Store | None = None
         self._preloaded: PreloadedSupervisor | None = None
+        self._supervisors_started = 0
 
     def __enter__(self) -> Client:
         """Return the client. It opens the store on first use."""
@@ -213,7 +217,7 @@ class Client:
         """Start a supervisor if there is unfinished work and none is running, and do not wait for it.
 
         Also start a process that sends pending notifications. Do nothing if the store is read-only. Warn through
-        ``notify`` if a process cannot be started. Raises ``StateError``.
+        ``notify`` if a process cannot be started, or if supervisors end again and again. Raises ``StateError``.
         """
         if self.store.is_read_only:
             return
@@ -226,6 +230,12 @@ class Client:
         try:
             if not is_running(self.directory):
                 ensure_supervisor(self.directory, wait=False)
+                self._supervisors_started += 1
+                if self._supervisors_started == _MANY_SUPERVISORS:
+                    self.notify(
+                        f"warning: supervisors end again and again ({_MANY_SUPERVISORS} were started); running tasks continue,"
+                        f" but nothing else happens. See the last error in {self.directory.supervisor_log}"
+                    )
         except OSError as error:
             self.notify(f"warning: the supervisor could not be started: {error}")
 

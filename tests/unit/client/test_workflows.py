@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,22 @@ def test_waiting_by_name_does_not_switch_to_a_newer_run(key: str, tmp_path: Path
     with Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
         assert [one.id for one in wait(client, [key])] == ["digits-1"]
     store.close()
+
+
+def test_supervisors_that_end_again_and_again_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store(StateDirectory(tmp_path).ensure().store) as store:
+        submit(store, workflow(state=WorkflowState.RUNNING))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    notes: list[str] = []
+    with Client(environ={"DISTFLOW_STATE": str(tmp_path)}, notify=notes.append) as client:
+        for _ in range(2):
+            client.wake()
+        assert notes == []
+        for _ in range(5):
+            client.wake()
+    (note,) = notes
+    assert note.startswith("warning: supervisors end again and again (3 were started); running tasks continue, but nothing")
+    assert note.endswith(f"See the last error in {tmp_path}/supervisor.log")
 
 
 @pytest.mark.parametrize(("backend", "kept_s"), [("ssh", 14 * 86400), ("slurm", 14 * 86400), ("kubernetes", None)])
