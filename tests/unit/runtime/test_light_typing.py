@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import distflow
 from distflow.protocol.light_typing import NamedTuple
 
@@ -32,6 +34,15 @@ def test_an_agent_starts_without_typing() -> None:
     script = f"import sys; sys.path.insert(0, {source!r}); import distflow.runtime.agent.server; print('typing' in sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize(
+    "name", ["guard/netcat", "services/command_hub", "services/endpoint_client", "services/relay", "services/resident"]
+)
+def test_programs_of_one_file_import_only_the_standard_library(name: str) -> None:
+    text = (Path(distflow.__file__).parent / "runtime" / f"{name}.py").read_text()
+    imported = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    assert [module for module in imported if module.startswith("distflow")] == []
 
 
 def test_no_placeholder_is_used_as_a_class() -> None:

@@ -10,7 +10,9 @@ import os
 import socket
 import sys
 
-from distflow.protocol.light_typing import List
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
 
 __all__ = ["TOOLS", "add_to", "main"]
 

@@ -34,8 +34,7 @@ import socket
 import struct
 import sys
 import time
-
-from distflow.protocol.light_typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 __all__ = [
     "CLOSE",

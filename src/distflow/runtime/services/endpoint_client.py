@@ -16,8 +16,7 @@ import os
 import socket
 import sys
 import threading
-
-from distflow.protocol.light_typing import Callable
+from typing import Callable
 
 __all__ = ["main"]
 

@@ -25,8 +25,7 @@ import socket
 import struct
 import sys
 import time
-
-from distflow.protocol.light_typing import List, Optional, Set
+from typing import List, Optional, Set
 
 __all__ = ["CONNECTED", "ENDED", "dial", "end", "main", "run"]
 

@@ -30,8 +30,7 @@ import struct
 import subprocess
 import sys
 import time
-
-from distflow.protocol.light_typing import Dict, List, Optional, Set
+from typing import Dict, List, Optional, Set
 
 __all__ = ["Connection", "Resident", "batch", "main", "node", "pod"]
 
