@@ -270,7 +270,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
         ("ranks", "the strategy is for 5 ranks, but there are 2"),
         ("loss", "parallelize(model, loss=…)"),
         ("trace", "Set split_points"),
-        ("plan", "no attention or MLP with known names"),
+        ("plan", "no attention or MLP has separate matrices with known names"),
         ("unknown plan", "the plan names 'thrid'"),
         ("fused by name", "c_attn seems to hold several matrices at once"),
         ("fused by shape", "mixed seems to hold several matrices at once"),

@@ -331,7 +331,7 @@ def _encode(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert the parser's number type to ``float``, and remove keys with null, which are equal to missing keys."""
+    """Convert the parser's number type to ``float``, and remove keys and variables whose value is null."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

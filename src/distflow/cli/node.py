@@ -250,7 +250,9 @@ def uninstall(
 def _confirm(nodes: Sequence[PoolNode]) -> None:
     names = ", ".join(f"{node.name} ({node.root})" for _, node in nodes)
     if not sys.stdin.isatty():
-        raise InputError(f"this would remove distflow and all outputs of its tasks from {names}", hint="add --yes to confirm")
+        raise InputError(
+            f"removing distflow and all outputs of its tasks from {names} needs a confirmation", hint="add --yes to confirm"
+        )
     print(f"This removes distflow and all outputs of its tasks from {names}.", file=sys.stderr)
     print("Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -146,7 +146,7 @@ def _problem_of(line: str, where: Mark) -> Problem | None:
     """Return the problem of a line that is not valid, names a path on this machine or has a URL with a password."""
     if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
         hint = "put it into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
-        return Problem(where=where, message="the URL contains a password or a token, which plans would show", hint=hint)
+        return Problem(where=where, message="the URL contains a password or a token, which distflow would print", hint=hint)
     option = _LOCATION.fullmatch(line)
     if option is None and line.startswith("-"):
         return None

@@ -120,7 +120,7 @@ def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
         else:
             remedy = f"{'sudo ' if os.stat(path).st_uid != os.geteuid() != 0 else ''}chmod go-w {file}"
         raise InputError(
-            f"the configuration {path} is not used: {why}, and it can define commands that run as you",
+            f"distflow does not trust the configuration {path}: {why}, and a configuration can define commands that run as you",
             hint=f"check the file; if you trust it, run `{remedy}`, or set DISTFLOW_CONFIG={file}",
         )
 

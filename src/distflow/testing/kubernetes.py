@@ -232,7 +232,9 @@ class KubernetesCluster:
         lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             if os.fstat(lock).st_uid != os.geteuid():
-                raise RuntimeError(f"{_LOCK} belongs to another user, who could name any directory in it")
+                raise RuntimeError(
+                    f"{_LOCK} belongs to another user, and the directory that it names would be removed: remove this file"
+                )
             _await_other_cluster(script, lock)
             remove_killed_cluster(script, lock)
             os.ftruncate(lock, 0)

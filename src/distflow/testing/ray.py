@@ -76,7 +76,7 @@ class RayCluster:
         port = self._port = free_port("", 3)
         self._client_port, self._dashboard_port = port + 1, port + 2
         self.address = f"{_own_address()}:{self._port}"
-        # Disable the monitors of logs and of the autoscaler, which take a sixth of the startup time.
+        # Without its log monitor and the autoscaler's monitor (`--no-monitor` of the head), Ray starts a sixth faster.
         self._options = [
             f"--num-cpus={cpus}", f"--num-gpus={gpus}", "--object-store-memory=80000000", "--include-log-monitor=false",
         ]  # fmt: skip
@@ -114,7 +114,7 @@ class RayCluster:
         """Start a node that is not running, and wait until it has joined the head.
 
         On a busy machine, a start may exceed Ray's timeout of 30 s, which no setting changes. The node is then started again.
-        Raises ``RuntimeError`` after three failed starts.
+        Raises ``RuntimeError`` after three starts that ended, and ``TimeoutError`` if a running node does not join within 90 s.
         """
         for attempt in range(_MAX_STARTS):
             self._launch(node)
@@ -157,7 +157,7 @@ class RayCluster:
     def restart_head(self) -> None:
         """Kill the head as a power failure does, and start a new cluster without the old one's state at the same address."""
         self.kill_node(self.nodes[0])
-        # The other nodes end by themselves. A head that started before would refuse them as nodes of another cluster.
+        # The other nodes end by themselves. A head that started while they run would refuse them as nodes of another cluster.
         wait_until(lambda: not any(_is_raylet(pid) for pid in self.processes()), 90, "the nodes have lost their head")
         for node in self.nodes:
             self.kill_node(node)
@@ -171,6 +171,8 @@ class RayCluster:
 
     def ask(self, name: str, **arguments: Any) -> Any:
         """Call a method of ``cluster_program.Cluster`` in distflow's program for Ray, which is started if it does not run.
+
+        If the program was killed, it is started again and the call is repeated.
 
         Returns the method's result.
         """

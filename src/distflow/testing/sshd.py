@@ -41,7 +41,7 @@ class Sshd:
     """A context manager for one server.
 
     The server accepts ``user_key``, which is created next to the host keys if it is not given. ``client_config`` and
-    ``known_hosts`` are files for a client that connects to ``alias``. ``home`` is the home directory of sessions.
+    ``known_hosts`` are files for a client that connects to ``alias``. ``home`` is the value of HOME in sessions.
     """
 
     def __init__(

@@ -215,7 +215,7 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
         raise WorldError(f"RANK is set, but not {missing}: start the script with python -m distflow.train.launch, or torchrun")
     if "RANK" not in found and max(_number(environment, "WORLD_SIZE", 1), _number(environment, "DISTFLOW_WORLD_SIZE", 1)) > 1:
         raise WorldError(
-            "this process is to be part of a world, but RANK is not set: start the script with "
+            "WORLD_SIZE or DISTFLOW_WORLD_SIZE is more than 1, but RANK is not set: start the script with "
             "python -m distflow.train.launch, or torchrun"
         )
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)

@@ -131,7 +131,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_of_another_user_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     give_away(Path(path), monkeypatch)
-    with pytest.raises(InputError, match=r"is not used: it belongs to the user") as caught:
+    with pytest.raises(InputError, match=r"distflow does not trust the configuration .*: it belongs to the user") as caught:
         load_configuration(tmp_path, environ(tmp_path), MACHINE)
     assert f"DISTFLOW_CONFIG={path}" in caught.value.hint
     assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=path), MACHINE).file == path

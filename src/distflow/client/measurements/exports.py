@@ -91,10 +91,12 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
 
     try:
         return _write(begin, metrics, samples)
-    except (wandb.Error, OSError) as error:
+    except wandb.Error as error:
         raise InputError(
             f"wandb cannot write the runs: {error}", hint="check `wandb login`, or set WANDB_MODE=offline"
         ) from error
+    except OSError as error:
+        raise InputError(f"wandb cannot write the runs: {error}", hint="see WANDB_DIR for its directory") from error
 
 
 def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:

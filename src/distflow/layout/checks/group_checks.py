@@ -53,33 +53,33 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     """
     worlds: dict[str, World] = {}
     problems: list[Problem] = []
-    scattered = False
+    has_regroup_hint = False
     for group in spec.groups:
         if len({task.name for task in group.tasks}) < len(group.tasks):
             continue  # the parser has reported the name that is used twice
-        alone = _alone(spec, group)
-        world, found = _check_with_strategy(spec, group, alone=alone)
+        regroup_hint = _regroup_hint(spec, group)
+        world, found = _check_with_strategy(spec, group, regroup_hint=regroup_hint)
         found += [] if errors_of(found) else [*unread_strategy(group), *restart_problems(group, world)]
         if group.elastic is not None and not errors_of(found):
-            smaller, wrong = smaller_worlds(spec, group, world, partial(_check_with_strategy, spec, alone=alone))
+            smaller, wrong = smaller_worlds(spec, group, world, partial(_check_with_strategy, spec, regroup_hint=regroup_hint))
             world = replace(world, smaller=smaller) if world is not None else None
             found += wrong
-        if alone and any(problem.hint == alone for problem in found):
-            if scattered:
+        if regroup_hint and any(problem.hint == regroup_hint for problem in found):
+            if has_regroup_hint:
                 continue  # it is the same mistake: the first problem names the tasks of all groups
-            scattered = True
+            has_regroup_hint = True
         problems += found
         if world is not None and not errors_of(found):
             worlds[group.name] = world
     return MappingProxyType(worlds), tuple(problems)
 
 
-def _check_with_strategy(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:
-    world, found = _check_group(spec, group, alone=alone)
+def _check_with_strategy(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> tuple[World | None, list[Problem]]:
+    world, found = _check_group(spec, group, regroup_hint=regroup_hint)
     return world, found if errors_of(found) else [*found, *group_strategy(group, world)[1]]
 
 
-def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:
+def _check_group(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> tuple[World | None, list[Problem]]:
     claims = [read_claims(task, spec.resources.get(task.resource)) for task in group.tasks]
     started = launcher_problems(group, claims)
     problems = list(errors_of(started)) or [problem for item in claims for problem in _inside_one_task(item)]
@@ -96,10 +96,10 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[W
     if not ordered:
         return None, _tokens(claims, None)
     if is_numbered:
-        world, problems = torchrun_world(ordered, alone=alone)
+        world, problems = torchrun_world(ordered, regroup_hint=regroup_hint)
     else:
         style = "ranks" if any(member.claims.field is not None for member in ordered) else "flags"
-        world, problems = spans_world(ordered, style=style, alone=alone)
+        world, problems = spans_world(ordered, style=style, regroup_hint=regroup_hint)
     problems += _gpus(spec, ordered, problems)
     lead = next((task.name for task in group.tasks if task.lead), ordered[0].name)
     wrong_lead = _lead(world, ordered, lead) if world is not None else []
@@ -225,7 +225,7 @@ def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
     ]
 
 
-def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
+def _regroup_hint(spec: WorkflowSpec, group: GroupSpec) -> str:
     """Return the hint for tasks that are in several groups by mistake; empty for a group of several tasks or the only group."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""

@@ -36,10 +36,10 @@ from distflow.structs import replace
 __all__ = ["contradictions", "spans_world", "undefined_size"]
 
 
-def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tuple[World | None, list[Problem]]:
+def spans_world(members: Sequence[Member], *, style: str, regroup_hint: str = "") -> tuple[World | None, list[Problem]]:
     """Return the world of ``members`` (the lead first) if their ranks form one, and all problems with their ranks.
 
-    ``alone`` is a hint for a group of one task that claims only a part of a world.
+    ``regroup_hint`` is a hint for a group of one task that claims only a part of a world.
     """
     problems = _out_of_bounds(members) or _same_for_replicas(members) or _missing(members)
     if problems:
@@ -49,7 +49,7 @@ def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tu
     if len(rows) < len(members):
         return None, _unknown(members, sizes, None)
     if not fits(rows):
-        return None, _Mistake(members, rows, alone).problems()
+        return None, _Mistake(members, rows, regroup_hint).problems()
     total = sum(row.size for row in rows)
     placed = sorted(zip(filled(rows), members, strict=True), key=lambda item: item[0])
     tasks = tuple(
@@ -199,8 +199,8 @@ def _unknown(members: Sequence[Member], sizes: Sequence[int | None], world: Worl
 class _Mistake:
     """A layout whose ranks do not add up, and the problems to report about it."""
 
-    def __init__(self, members: Sequence[Member], rows: Sequence[Row], alone: str) -> None:
-        self.members, self.rows, self.alone = members, rows, alone
+    def __init__(self, members: Sequence[Member], rows: Sequence[Row], regroup_hint: str) -> None:
+        self.members, self.rows, self.regroup_hint = members, rows, regroup_hint
         self.intervals = filled(rows)
         self.total = sum(row.size for row in rows)
         stated = {row.world_size for row in rows} - {None}
@@ -211,11 +211,11 @@ class _Mistake:
     def problems(self) -> list[Problem]:
         """Return one problem for the mistake; for wrong world sizes, one for each line to change."""
         edits = single_edits(self.rows)
-        if self.alone and len(self.members) == 1 and self.gaps:
+        if self.regroup_hint and len(self.members) == 1 and self.gaps:
             ranks = rank_text(*self.intervals[0])
             whole = f" of a world of {self.agreed}" if self.agreed is not None else ""
             symptoms = f"holds ranks {ranks}{whole}, but it is the only task of its group"
-            return [self._problem(0, "offset", symptoms, [self.alone], sign=" ")]
+            return [self._problem(0, "offset", symptoms, [self.regroup_hint], sign=" ")]
         if edits and edits[0].key == "world_size" and len(self.members) > 1:
             return self._world_sizes()
         absent = self._absent()

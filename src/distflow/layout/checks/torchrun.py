@@ -52,10 +52,10 @@ def is_shared(members: Sequence[Member]) -> bool:
     return False
 
 
-def torchrun_world(members: Sequence[Member], *, alone: str = "") -> tuple[World | None, list[Problem]]:
+def torchrun_world(members: Sequence[Member], *, regroup_hint: str = "") -> tuple[World | None, list[Problem]]:
     """Return the world of ``members`` (the lead first) if their ranks form one, and all problems with their ranks.
 
-    ``alone`` is a hint for a group of one task that claims only a part of a world.
+    ``regroup_hint`` is a hint for a group of one task that claims only a part of a world.
     """
     wrong = wrong_literals([_plain(member) for member in members], {"nnodes": 1, "node_rank": 0, "nproc_per_node": 1})
     problems = [problem for _, problem in wrong] or _same_for_replicas(members)
@@ -70,9 +70,9 @@ def torchrun_world(members: Sequence[Member], *, alone: str = "") -> tuple[World
     chosen = _chosen_by_rendezvous(members)
     node_ranks = _filled(members, {} if chosen else _claimed(members))
     layout = _Nodes(members, [size or 1 for size in sizes], node_ranks)
-    if not chosen and not (alone and len(members) == 1):
+    if not chosen and not (regroup_hint and len(members) == 1):
         problems += layout.node_rank_problems()
-    problems += layout.nnodes_problems(alone, drawn=any(problem.drawing for problem in problems))
+    problems += layout.nnodes_problems(regroup_hint, drawn=any(problem.drawing for problem in problems))
     if any(problem.severity is Severity.ERROR for problem in problems) or len(known) < len(members):
         return None, problems
     world = layout.world()
@@ -245,7 +245,7 @@ class _Nodes:
             )
         return problems
 
-    def nnodes_problems(self, alone: str, *, drawn: bool) -> list[Problem]:
+    def nnodes_problems(self, regroup_hint: str, *, drawn: bool) -> list[Problem]:
         """Return a problem for each line whose number of nodes differs from the number of tasks; one if a task is missing."""
         claims = [(i, claim) for i, member in enumerate(self.members) if (claim := member.flags.get("nnodes"))]
         wrong = [(i, claim) for i, claim in claims if self.nnodes[i] not in (None, self.count)]
@@ -253,10 +253,10 @@ class _Nodes:
             return []
         lines = list(dict.fromkeys(place(claim.where) for _, claim in wrong))
         names = and_list(member.name for member in self.members)
-        if alone and self.count == 1:
+        if regroup_hint and self.count == 1:
             claim = wrong[0][1]
             message = f"{names} has {claim.text}, but it is the only task of its group"
-            return [Problem(where=claim.where, message=message, hint=alone, drawing=self._drawing([]))]
+            return [Problem(where=claim.where, message=message, hint=regroup_hint, drawing=self._drawing([]))]
         if self.absent:
             index, claim = wrong[-1]
             rank = self.absent[0]

@@ -357,7 +357,10 @@ def _run_with_apptainer(
     """
     container = launch["container"]
     if container.get("privileged"):
-        raise OpError("no_container", "`privileged` needs docker or podman; this node uses apptainer")
+        raise OpError(
+            "no_container",
+            "`privileged` needs docker or podman; this node uses apptainer. Remove `privileged`, or use other nodes",
+        )
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     words = [program, "exec", "--cleanenv", "--no-eval", "--writable-tmpfs", "--bind", directory, "--pwd", cwd]
     for mount in container.get("mounts") or []:

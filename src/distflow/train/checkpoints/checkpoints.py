@@ -74,7 +74,7 @@ class Checkpoints:
             raise CheckpointError("this process has not joined its world yet: call distflow.train.init() first")
         name = directory or os.environ.get("DISTFLOW_CHECKPOINT")
         if not name:
-            raise ValueError("give a directory, or set DISTFLOW_CHECKPOINT")
+            raise ValueError("Checkpoints() has no directory: pass one, or set DISTFLOW_CHECKPOINT")
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: give 1 or more")
         check_all_answer()

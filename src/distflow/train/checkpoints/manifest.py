@@ -128,8 +128,10 @@ def read_manifest(folder: Path) -> Manifest:
             name: FileEntry(size=int(entry["size"]), sha256=str(entry["sha256"])) for name, entry in record["files"].items()
         }
         return Manifest(step=int(record["step"]), world_size=int(record["world_size"]), files=files)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is not a manifest: {error!r}") from error
+    except KeyError as error:
+        raise ValueError(f"{MANIFEST} is damaged: it has no key {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged: {error}") from error
 
 
 def find_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:

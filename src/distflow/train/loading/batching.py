@@ -216,7 +216,8 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
     for part in parts:
         if not isinstance(part, Joinable):
             raise TypeError(
-                f"join() cannot handle {type(part).__name__}: it takes models in DistributedDataParallel; for others use a "
+                f"join() cannot handle {type(part).__name__}: it takes models in DistributedDataParallel and objects with "
+                "torch's interface Joinable; for other models use a "
                 'Loader with uneven="pad", which gives every rank the same number of batches'
             )
         if enable and drifts(part):

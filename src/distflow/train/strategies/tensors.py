@@ -107,8 +107,8 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
     chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
         raise ValueError(
-            "tensor parallelism: no attention or MLP with known names (q_proj … o_proj, up_proj and down_proj, …); "
-            "give plan: {'blocks.*.attention.q': 'colwise', …}"
+            "tensor parallelism: no attention or MLP has separate matrices with known names (q_proj … o_proj, up_proj and "
+            "down_proj, …); set `plan` of the strategy, such as {'blocks.*.attention.q': 'colwise', …}"
         )
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}

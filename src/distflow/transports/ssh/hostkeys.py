@@ -134,7 +134,9 @@ def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -
         try:
             content = Path(file).read_bytes()
         except OSError as error:
-            raise SshConfigError(f"RevokedHostKeys {file} cannot be read: {error.strerror}") from error
+            raise SshConfigError(
+                f"RevokedHostKeys {file} cannot be read: {error.strerror}; no host is trusted without it"
+            ) from error
         if content.startswith(_KRL):
             revoked = [one for one in (blob, certificate) if one is not None and _is_in_krl(file, one)]
             entries = [KnownKey(names=("*",), key_type=key_type_of(one), blob=one, file=file, line=0) for one in revoked]

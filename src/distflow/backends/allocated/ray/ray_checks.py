@@ -58,7 +58,10 @@ def _cluster(
         if missing:
             known = f"the nodes have {listed(sorted(map(plain, others)))}" if others else "the nodes have no custom resources"
             yield error(
-                "ray", at, f"no node has {listed(missing)}, which platform `{name}` needs", f"{known}: change `platforms`"
+                "ray",
+                at,
+                f"no node has {listed(missing)}, which platform `{name}` needs",
+                f"{known}: change `ray.platforms` of the pool",
             )
     names = [str(one["name"]) for one in nodes]
     duplicates = sorted({plain(name) for name in names if names.count(name) > 1})
