@@ -60,6 +60,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import KubernetesSettings, Node, Pool, RaySettings, SlurmSettings
+from distflow.protocol.names import Operation
 from distflow.runtime.files.root_directory import PRIVATE
 from distflow.structs import replace
 from distflow.testing.backend import Behavior, FakeBackend
@@ -604,6 +605,30 @@ def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monk
         wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
     assert [type(one) for one in _answers(bench)] == [CollectUnanswered] * 4 + [CollectFailed]
     assert "the connection ended 5 times: it ended" in bench.await_one(CollectFailed).message
+    bench.backend.close()
+
+
+@pytest.mark.parametrize("op", ["stop", "release"])
+def test_an_answer_of_a_dropped_node_is_handled(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes of an allocation are dropped when it ends, perhaps while a request to one of them is answered."""
+    bench = _machines(tmp_path)
+    bench.connect()
+    backend: Any = bench.backend
+    send = backend._send
+
+    def send_and_drop(key: AttemptKey, op: Operation, answered: Callable[[object], None], **fields: object) -> None:
+        def drop_first(answer: object) -> None:
+            backend.drop([key.node])
+            answered(answer)
+
+        send(key, op, drop_first, **fields)
+
+    monkeypatch.setattr(backend, "_send", send_and_drop)
+    if op == "stop":
+        bench.backend.stop(bench.key(), grace_s=0.0, why="test")
+    else:
+        bench.backend.release(bench.key())
+    wait_until(lambda: len(_answers(bench)) > 0, 20)
     bench.backend.close()
 
 

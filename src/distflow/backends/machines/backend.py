@@ -176,12 +176,13 @@ class MachinesBackend:
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Begin to stop an attempt. Its status reports the end."""
         self._halt(key)
+        connection = self._connections[key.node]  # the node may be dropped before it answers
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
                 self._sink(Unanswered(at=now(), key=key))
             elif isinstance(answer, DistflowError):
-                self._connections[key.node].report(key, {"phase": "absent"})
+                connection.report(key, {"phase": "absent"})
             else:
                 self._sink(StopAccepted(at=now(), key=key, grace_s=grace_s))
 
@@ -190,12 +191,13 @@ class MachinesBackend:
     def release(self, key: AttemptKey) -> None:
         """Release the lease of an attempt that has not started."""
         self._halt(key)
+        connection = self._connections[key.node]  # the node may be dropped before it answers
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
                 self._sink(Unanswered(at=now(), key=key))
             else:
-                self._connections[key.node].forget(key)
+                connection.forget(key)
                 self._sink(Released(at=now(), key=key))
 
         self._send(key, "release", answered)
