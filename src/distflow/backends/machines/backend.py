@@ -223,7 +223,7 @@ class MachinesBackend:
     def close(self) -> None:
         """Close all connections."""
         self._collector.close()
-        for connection in self._connections.values():
+        for connection in tuple(self._connections.values()):  # `drop` may run in another thread
             connection.close()
         for workers in (self._workers, self._collecting, self._building):
             workers.shutdown(wait=False, cancel_futures=True)
@@ -237,7 +237,7 @@ class MachinesBackend:
 
     def _is_everywhere(self, digest: str, size: int) -> bool:
         """Return whether every node of the pool has a blob. False for small blobs, because launch records contain them."""
-        return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
+        return size > _INLINE and all(one.has(digest, size) for one in tuple(self._connections.values()))
 
     def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:
         self._connections[key.node].watch(key)
