@@ -608,7 +608,7 @@ def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monk
     bench.backend.close()
 
 
-@pytest.mark.parametrize("op", ["stop", "release"])
+@pytest.mark.parametrize("op", ["start", "stop", "release"])
 def test_an_answer_of_a_dropped_node_is_handled(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nodes of an allocation are dropped when it ends, perhaps while a request to one of them is answered."""
     bench = _machines(tmp_path)
@@ -616,15 +616,17 @@ def test_an_answer_of_a_dropped_node_is_handled(op: str, tmp_path: Path, monkeyp
     backend: Any = bench.backend
     send = backend._send
 
-    def send_and_drop(key: AttemptKey, op: Operation, answered: Callable[[object], None], **fields: object) -> None:
-        def drop_first(answer: object) -> None:
+    def send_and_drop(key: AttemptKey, op: Operation, answered: Callable[..., None], **fields: object) -> None:
+        def drop_first(*answer: object) -> None:
             backend.drop([key.node])
-            answered(answer)
+            answered(*answer)
 
         send(key, op, drop_first, **fields)
 
     monkeypatch.setattr(backend, "_send", send_and_drop)
-    if op == "stop":
+    if op == "start":
+        bench.backend.start(bench.key())
+    elif op == "stop":
         bench.backend.stop(bench.key(), grace_s=0.0, why="test")
     else:
         bench.backend.release(bench.key())

@@ -165,9 +165,9 @@ class MachinesBackend:
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt. Its status reports the start."""
 
-        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+        def answered(connection: Connection, answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, AgentError):
-                self._refused(key, answer)
+                self._refused(connection, key, answer)
             elif isinstance(answer, DistflowError):
                 self._sink(Unanswered(at=now(), key=key))
 
@@ -176,9 +176,8 @@ class MachinesBackend:
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Begin to stop an attempt. Its status reports the end."""
         self._halt(key)
-        connection = self._connections[key.node]  # the node may be dropped before it answers
 
-        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+        def answered(connection: Connection, answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
                 self._sink(Unanswered(at=now(), key=key))
             elif isinstance(answer, DistflowError):
@@ -191,9 +190,8 @@ class MachinesBackend:
     def release(self, key: AttemptKey) -> None:
         """Release the lease of an attempt that has not started."""
         self._halt(key)
-        connection = self._connections[key.node]  # the node may be dropped before it answers
 
-        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+        def answered(connection: Connection, answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
                 self._sink(Unanswered(at=now(), key=key))
             else:
@@ -240,8 +238,10 @@ class MachinesBackend:
         return size > _INLINE and all(one.has(digest, size) for one in tuple(self._connections.values()))
 
     def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:
-        self._connections[key.node].watch(key)
-        self._connections[key.node].send(op, answered, attempt=key.name, **fields)
+        connection = self._connections[key.node]
+        connection.watch(key)
+        # `answered` gets the connection, because the node may be dropped before it answers.
+        connection.send(op, partial(answered, connection), attempt=key.name, **fields)
 
     def _prepare(
         self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str, halt: threading.Event
@@ -289,7 +289,7 @@ class MachinesBackend:
             return  # the stop, the release or the next try reports the result
         except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
             if not halt.is_set():
-                self._not_prepared(key, error, halt)
+                self._not_prepared(connection, key, error, halt)
         else:
             if not halt.is_set():
                 connection.report(key, {"phase": "prepared"})
@@ -334,7 +334,7 @@ class MachinesBackend:
         if not build.halt.is_set():
             self._sink(seen)
 
-    def _not_prepared(self, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
+    def _not_prepared(self, connection: Connection, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
         if isinstance(error, NodeUnreachable):
             # The supervisor retries at once, and a restarting sshd refuses at once: avoid a busy loop.
             halt.wait(_PAUSE_S)
@@ -344,7 +344,7 @@ class MachinesBackend:
         elif isinstance(error, StorageError):
             self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
         elif isinstance(error, AgentError):
-            self._refused(key, error)
+            self._refused(connection, key, error)
         elif isinstance(error, DistflowError | OSError):
             self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
         else:
@@ -447,10 +447,10 @@ class MachinesBackend:
             return {"data": base64.b64encode((self._blobs / file.blob).read_bytes()).decode()}
         return {"blob": file.blob}
 
-    def _refused(self, key: AttemptKey, error: AgentError) -> None:
+    def _refused(self, connection: Connection, key: AttemptKey, error: AgentError) -> None:
         if error.kind == "not_found":
             # Runner and keeper gave up waiting or were killed: the lease is lost.
-            self._connections[key.node].report(key, {"phase": "absent"})
+            connection.report(key, {"phase": "absent"})
         elif error.kind != "conflict":  # in a conflict, the attempt has ended, and its status reports the reason
             is_image = error.kind == "image_pull"
             self._sink(PrepareFailed(at=now(), key=key, message=error.message, is_image=is_image))
