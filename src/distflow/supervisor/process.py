@@ -28,6 +28,7 @@ from distflow.state.directory import StateDirectory, is_locked, lock_at_once
 from distflow.state.store import STORE_FORMAT
 
 __all__ = [
+    "START",
     "Lock",
     "PreloadedSupervisor",
     "detach",
@@ -39,6 +40,8 @@ __all__ = [
     "wake",
 ]
 
+START = "start\n"
+"""The line that lets a preloaded supervisor start working."""
 _READY_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0
 _END_POLL_S = 0.05
@@ -161,19 +164,19 @@ class PreloadedSupervisor(Struct, frozen=True):
     ready: int
 
     def load_backends(self, names: Iterable[str]) -> None:
-        """Let it load the modules of the backends that it may need. Call this once, before ``ensure_supervisor``."""
-        self._write(",".join(sorted(set(names))))
+        """Let it load the modules of the backends that it may need."""
+        self._write(",".join(sorted(set(names))) + "\n")
 
     def start(self) -> None:
         """Let it start working."""
-        self._write("start")
+        self._write(START)
         if self.process.stdin is not None:
             self.process.stdin.close()
 
     def _write(self, line: str) -> None:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(f"{line}\n".encode())
+                self.process.stdin.write(line.encode())
 
     def stop(self) -> None:
         """Kill the process before it begins to work."""
@@ -185,7 +188,7 @@ class PreloadedSupervisor(Struct, frozen=True):
 def preload_supervisor(directory: StateDirectory) -> PreloadedSupervisor | None:
     """Start a supervisor that loads its modules while the caller prepares the work. Return ``None`` if one is running.
 
-    Call ``load_backends`` of the result, then pass it to ``ensure_supervisor``.
+    Pass the result to ``ensure_supervisor``.
     """
     return None if is_running(directory) else _launch(directory, preload=True)
 

@@ -26,7 +26,7 @@ from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.process import Lock, open_wake_socket
+from distflow.supervisor.process import START, Lock, open_wake_socket
 from distflow.supervisor.sending import SenderStarter, start_sender
 from distflow.supervisor.transfer_threads import ThreadedTransfers
 from distflow.transports.local import LocalTransport
@@ -59,16 +59,19 @@ class _Logs:
 def main(argv: list[str]) -> int:
     """Take the lock, report when the supervisor runs, and work until there is no unfinished workflow. Return the exit code.
 
-    If another supervisor has the lock, report that and exit. With the argument ``preload``, first read two lines from standard
-    input: the names of backends to load, joined by commas, and ``start``. Exit if standard input ends before that.
+    If another supervisor has the lock, report that and exit. With the argument ``preload``, first load the backends that lines
+    of standard input name, until the line ``start``. Exit if standard input ends before that line.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     LocalTransport.umask = os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if len(argv) > 2:
-        preload(sys.stdin.readline().strip().split(","))
-        if not sys.stdin.readline():
+        for line in sys.stdin:
+            if line == START:
+                break
+            preload(line.strip().split(","))
+        else:
             return 0
     gc.freeze()
     gc.enable()

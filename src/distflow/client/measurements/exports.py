@@ -96,7 +96,9 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
             f"wandb cannot write the runs: {error}", hint="check `wandb login`, or set WANDB_MODE=offline"
         ) from error
     except OSError as error:
-        raise InputError(f"wandb cannot write the runs: {error}", hint="see WANDB_DIR for its directory") from error
+        raise InputError(
+            f"wandb cannot write the runs: {error}", hint="free space, or name another directory with WANDB_DIR"
+        ) from error
 
 
 def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:
