@@ -1,18 +1,19 @@
-"""Start Python processes that have already imported torch, distflow or Ray: forks of one process, not new interpreters.
+"""Start Python processes that have already imported torch, distflow, Ray or s3fs: forks of a process, not new interpreters.
 
 Importing torch takes 2 to 5 s of processor time, which is most of the time of a small training. Importing distflow takes longer
 than most of its commands. Otherwise the forks are ordinary processes: each has its own pid, session, arguments, environment,
-working directory, output and exit code. If such a process starts Python itself (the ranks of a launcher, or the supervisor), it
-forks them, too. ``preloading_server.py`` is the program of the server processes: one for torch, one for distflow, and one for
-Ray. The first does not import distflow, so each of its forks does. It imports further modules for the first process whose
-variable ``PRELOAD`` names them, separated by spaces. Tests of the start or the end of an interpreter, of torchrun, of
-terminals, or of the variables that torch reads at import use ``sys.executable`` instead.
+working directory, output and exit code. If such a process starts Python itself (the ranks of a launcher, or the supervisor),
+it forks them, too. ``preloading_server.py`` is the program of the server processes: one for each of these modules. Those for
+torch and s3fs do not import distflow, so each of their forks does. The one for torch imports further modules for the first
+process whose variable ``PRELOAD`` names them, separated by spaces. Tests of the start or the end of an interpreter, of
+torchrun, of terminals, or of the variables that torch reads at import use ``sys.executable`` instead.
 
 ``start_preloaded`` starts such a process from a test. With the fixture ``forking_site`` in the ``PYTHONPATH`` of a task, the
 interpreters of scripts and launchers delegate their work to such a process: they pass it their streams, wait, forward signals,
-and exit with its code. With ``write_program``, a shell does the same for ``distflow``, and the tests of Ray do it for
-``ray start`` and for distflow's program on the cluster. All of them import this module, so it imports little. Ray's workers are
-not forked: when Ray's library is loaded, it reads the ids of the worker's job and raylet from the environment, and never again.
+and exit with its code. With ``write_program``, a shell does the same for ``distflow``, the tests of Ray do it for
+``ray start`` and for distflow's program on the cluster, and nodes do it for the service that transfers data. All of them import
+this module, so it imports little. Ray's workers are not forked: when Ray's library is loaded, it reads the ids of the worker's
+job and raylet from the environment, and never again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Literal, NoReturn
 
-    Kind = Literal["torch", "distflow", "ray"]
+    Kind = Literal["torch", "distflow", "ray", "storage"]
 
 __all__ = [
     "TRANSFORMERS", "Preloaded", "connect", "delegate", "find_forking_site", "request_start", "start_preloaded",
@@ -156,7 +157,7 @@ def _start_server(address: str, owner: int, top: Path, kind: Kind) -> socket.soc
         server.listen(64)
         server_process = subprocess.Popen(
             # The last argument and the variable reserve the memory in which a fork shows its own arguments and environment.
-            [sys.executable, str(program), kind, str(server.fileno()), str(owner), "-" * 1024],
+            [sys.executable, str(program), kind, str(server.fileno()), str(owner), "-" * 8192],
             pass_fds=[server.fileno()],
             cwd="/",
             env={**environment, "OMP_NUM_THREADS": "1", "RESERVED": "-" * 8192},
@@ -194,16 +195,21 @@ if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun", "/acc
 
 
 def write_program(folder: Path, base: Path, kind: Kind) -> Path:
-    """Return the program ``distflow``, or ``python`` for Ray, in its own directory. A fork of the server process runs it."""
+    """Return the program ``distflow``, or ``python`` for Ray or storage, in its own directory.
+
+    A fork of the server process runs it. For storage, ``python`` is the Python of a node, and only the service that transfers
+    data is forked, from a process that has imported the driver for S3.
+    """
     from pathlib import Path
 
     connection, address = _connect_to_server(base, kind)
     connection.close()
-    name, text = ("python", _PYTHON) if kind == "ray" else ("distflow", _DISTFLOW)
+    name, text = ("distflow", _DISTFLOW) if kind == "distflow" else ("python", _PYTHON)
     program = folder / "forking-bin" / name
-    program.parent.mkdir()
+    program.parent.mkdir(exist_ok=True)
     folder_text, address_text = json.dumps(str(Path(__file__).parent)), json.dumps(address)
-    program.write_text(text.format(python=sys.executable, folder=folder_text, address=address_text))
+    forked = '"$8" = distflow.storage.node_service' if kind == "storage" else '"$1" = -c'
+    program.write_text(text.format(python=sys.executable, folder=folder_text, address=address_text, forked=forked))
     program.chmod(0o755)
     return program
 
@@ -215,7 +221,7 @@ import preloaded
 preloaded.delegate({address}, ["-m", "distflow", *sys.argv[1:]])
 """
 _PYTHON = """#!/bin/sh
-[ "$1" = -c ] && set -- -ISc '
+[ {forked} ] && set -- -ISc '
 import sys
 sys.path.insert(0, {folder})
 import preloaded
@@ -223,7 +229,7 @@ preloaded.delegate({address}, sys.argv[1:])
 ' "$@"
 exec {python} "$@"
 """
-"""Fork for the program on the cluster. The clients of the actors (``-I -S -c``) do not import Ray, so they need no fork."""
+"""Fork for the program on the Ray cluster, or for the service that transfers data. Other programs import little."""
 
 
 def delegate(address: str, arguments: Sequence[str]) -> NoReturn:

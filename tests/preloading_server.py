@@ -1,7 +1,7 @@
 """The server process of ``preloaded``, and the forks of it.
 
-Its arguments are ``torch``, ``distflow`` or ``ray``, the descriptor of a listening socket, the process with which the server
-ends, and a text that is only long.
+Its arguments are ``torch``, ``distflow``, ``ray`` or ``storage``, the descriptor of a listening socket, the process with which
+the server ends, and a text that is only long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OF_RAY = (
     "ray._private.runtime_env.uv_runtime_env_hook", "ray.scripts.scripts",
 )  # fmt: skip
 """The modules that ``ray.init`` and ``ray start`` import. None of them starts a thread."""
-_FLAGS = {"-u", "-B", "-E", "-I", "-s"}
+_FLAGS = {"-u", "-B", "-E", "-I", "-S", "-s"}
 _CAN_SHOW = "RESERVED" in os.environ
 
 
@@ -341,7 +341,25 @@ def _modules_of_distflow() -> Iterator[str]:
                         msgspec.convert({}, kind)
     yield from ("jsonschema", "encodings.idna")
     with suppress(ImportError):
-        importlib.import_module("s3fs")
+        _load_s3()
+
+
+def _load_s3() -> None:
+    """Import the driver for S3, and let all forks use the descriptions of S3 that botocore reads for each client."""
+    for module in ("s3fs", "aiobotocore.session", "botocore.handlers"):
+        importlib.import_module(module)
+    loader = importlib.import_module("botocore.loaders").JSONFileLoader
+    load_file, found = loader.load_file, {}
+
+    def load_once(self: Any, path: str) -> Any:
+        if path not in found:
+            found[path] = load_file(self, path)
+        return found[path]
+
+    loader.load_file = load_once
+    importlib.import_module("botocore.session").Session().create_client(
+        "s3", "us-east-1", aws_access_key_id="none", aws_secret_access_key="none"
+    )
 
 
 _NOT_NEEDED = ("distflow.train", "distflow.runtime", "distflow.testing", "distflow.distributed")
@@ -357,6 +375,8 @@ if __name__ == "__main__":
     if kind == "torch":
         # Processes that wake up then do not interrupt a rank, which may hold a lock for which gloo waits in a busy loop.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    preloaded_modules = {"torch": (*_BASIC, "numpy", "torch.distributed.pipelining"), "ray": _OF_RAY}
-    _fork_interpreters(preloaded_modules.get(kind) or _modules_of_distflow())
+    preloaded_modules = {"torch": (*_BASIC, "numpy", "torch.distributed.pipelining"), "ray": _OF_RAY, "storage": ()}
+    if kind == "storage":  # ``storage.node_service`` imports distflow itself, from the node's archive
+        _load_s3()
+    _fork_interpreters(_modules_of_distflow() if kind == "distflow" else preloaded_modules[kind])
     _serve(listening, int(owner_pid))

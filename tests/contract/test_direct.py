@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from distflow.storage.failures import TransferCanceled
 from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayRequired
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.waiting import wait_until
+from preloaded import write_program
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
@@ -55,7 +55,13 @@ def output(node: NodeUnderTest) -> Path:
 
 
 @pytest.fixture
-def deliver(node: NodeUnderTest, output: Path, s3: S3Server) -> Deliver:
+def python(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The node's Python. The service is forked from a process that has imported the driver for S3."""
+    return str(write_program(tmp_path, tmp_path_factory.getbasetemp(), "storage"))
+
+
+@pytest.fixture
+def deliver(node: NodeUnderTest, output: Path, s3: S3Server, python: str) -> Deliver:
     """Have the node deliver it."""
 
     def act(
@@ -66,7 +72,7 @@ def deliver(node: NodeUnderTest, output: Path, s3: S3Server) -> Deliver:
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
         return deliver_from_node(
-            node.transport, str(node.top), sys.executable, attempt, delivery, identity, environment=environment, timeout_s=20,
+            node.transport, str(node.top), python, attempt, delivery, identity, environment=environment, timeout_s=20,
             progress=progress,
         )  # fmt: skip
 
@@ -167,7 +173,7 @@ def test_during_a_delivery_the_secret_is_in_no_file_and_a_cancel_ends_it(
 
 
 @pytest.fixture
-def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict[str, bytes]]:
+def bring(node: NodeUnderTest, output: Path, s3: S3Server, python: str) -> Callable[..., dict[str, bytes]]:
     """Have the node fetch an input of the attempt; return what is in its directory then."""
 
     def act(arrival: InputRequest, place: str = "input/0", *, environ: dict[str, str] | None = None) -> dict[str, bytes]:
@@ -175,7 +181,7 @@ def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
         fetch_on_node(
-            node.transport, str(node.top), sys.executable, attempt, arrival, place, identity, environment={}, timeout_s=20,
+            node.transport, str(node.top), python, attempt, arrival, place, identity, environment={}, timeout_s=20,
             progress=lambda *_: None,
         )  # fmt: skip
         top = output.parent / place

@@ -29,7 +29,7 @@ from distflow.testing.s3 import S3Server
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
-from preloaded import Preloaded
+from preloaded import Preloaded, write_program
 from scenarios.cluster import Cluster
 from scenarios.commands import Done, run_command, start_command
 from scenarios.kubernetes_pool import KubernetesPool
@@ -46,9 +46,11 @@ _COMMAND_EVERY_S = 3.0
 class Cli:
     """distflow in a state directory, a home and a working directory of its own."""
 
-    def __init__(self, folder: Path, base: Path, *, has_runtime: bool = True) -> None:
+    def __init__(self, folder: Path, base: Path, *, has_runtime: bool = True, python: str = sys.executable) -> None:
         """Store ``folder`` and pytest's ``base`` directory. With ``has_runtime``, nodes are as after their first connection."""
         self._base = base
+        self.python = python
+        """The Python of nodes."""
         self._has_runtime = has_runtime
         self.folder = folder
         self.state = folder / "state"
@@ -68,6 +70,8 @@ class Cli:
 
     def configure(self, *, gpus: int = 0, cpus: int = 64, **settings: Any) -> None:
         """Write the configuration: one pool, this machine."""
+        if self.python != sys.executable:
+            settings.setdefault("python", self.python)
         lines = ["default_pool: local", "pools:", "  local:", "    backend: local"]
         lines += [f"    {name}: {value}" for name, value in settings.items()]
         lines += [
@@ -220,9 +224,14 @@ def has_runtime() -> bool:
 
 
 @pytest.fixture
-def cli(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, has_runtime: bool) -> Iterator[Cli]:
+def cli(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, has_runtime: bool, request: pytest.FixtureRequest
+) -> Iterator[Cli]:
     """A distflow of this test's own; at its end no process of it may be left."""
-    made = Cli(tmp_path, tmp_path_factory.getbasetemp(), has_runtime=has_runtime)
+    base, python = tmp_path_factory.getbasetemp(), sys.executable
+    if "s3" in request.fixturenames:
+        python = str(write_program(tmp_path, base, "storage"))
+    made = Cli(tmp_path, base, has_runtime=has_runtime, python=python)
     yield made
     try:
         # A supervisor may still release an allocation of a cluster that was away: Ray has a minute to start its program.

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +83,7 @@ class Lab:
             return given | dict((nodes or {}).get(name, {}))
 
         pool = {
-            "backend": "ssh", "ssh_config": str(self.ssh_config), "python": sys.executable, "peer_failed_grace": "1s",
+            "backend": "ssh", "ssh_config": str(self.ssh_config), "python": self.cli.python, "peer_failed_grace": "1s",
             "stop_grace": "5s", "ping": "1s", "nodes": [node(name) for name in names or self.servers], **settings,
         }  # fmt: skip
         local = {"backend": "local", "peer_failed_grace": "1s", "stop_grace": "5s", "nodes": [
