@@ -222,6 +222,32 @@ def test_a_stream_reaches_a_port_of_the_node_and_each_direction_ends_by_itself(t
         stream.close()
 
 
+def test_a_stream_continues_while_the_server_writes_without_reading(transport: Transport) -> None:
+    data = bytes(32 << 20)  # more than all buffers on the way
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(data)
+            received.append(sum(iter(lambda: len(connection.recv(1 << 16)), 0)))
+
+    def write() -> None:
+        stream.write(data)
+        stream.end()
+
+    received: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threads = [threading.Thread(target=work, daemon=True) for work in (serve, write)]
+        stream = transport.dial(server.getsockname()[1], timeout_s=60)
+        for thread in threads:
+            thread.start()
+        assert sum(map(len, iter(stream.read, b""))) == len(data)
+        for thread in threads:
+            thread.join(60)
+        assert received == [len(data)]
+        stream.close()
+
+
 def test_a_port_without_a_listener_is_reported(transport: Transport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

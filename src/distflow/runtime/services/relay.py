@@ -219,26 +219,32 @@ def dial(port: int, timeout_s: float) -> int:
     except OSError as error:
         _write(2, "{}\n".format(error.strerror or error).encode())
         return 1
-    peer.settimeout(None)
+    peer.setblocking(False)  # a server that does not read must not stop its own output
     _write(1, CONNECTED)
-    frames, is_ended = _Frames(), False
-    poll = select.poll()
-    for fd in (0, peer.fileno()):
-        poll.register(fd, select.POLLIN)
+    frames, data, is_shut = _Frames(), b"", False
     while True:
-        ready = {fd for fd, _ in poll.poll()}
-        if peer.fileno() in ready:
-            data = peer.recv(_READ)
-            if not data:
+        poll = select.poll()
+        poll.register(peer.fileno(), select.POLLIN | (select.POLLOUT if data else 0))
+        if not data:
+            poll.register(0, select.POLLIN)
+        ready = dict(poll.poll())
+        if ready.get(peer.fileno(), 0) & ~select.POLLOUT:
+            received = peer.recv(_READ)
+            if not received:
                 return 0
-            _write(1, data)
+            _write(1, received)
         if 0 in ready:
-            if is_ended:
+            if is_shut:
                 return 0  # this is the end of standard input
-            peer.sendall(frames.read())
-            is_ended = frames.is_ended
-            if is_ended:
-                peer.shutdown(socket.SHUT_WR)
+            data = frames.read()
+        if data:
+            try:
+                data = data[peer.send(data) :]
+            except BlockingIOError:
+                continue
+        if frames.is_ended and not data and not is_shut:
+            peer.shutdown(socket.SHUT_WR)
+            is_shut = True
 
 
 if __name__ == "__main__":
