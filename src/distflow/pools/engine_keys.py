@@ -21,6 +21,14 @@ _ENGINE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Keys of a pool, each with the only backends that have it."""
+_PLATFORM_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "slurm": ("partition", "constraint", "gres"),
+        "kubernetes": ("node_selector", "tolerations", "gpu_resource"),
+        "ray": ("resources",),
+    }
+)
+"""Keys of an entry of ``platforms`` for each backend."""
 _NODE_KEYS = ("nodes", "hostfile")
 _MACHINE_KEYS = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
 """Keys of ``defaults`` that describe particular machines."""
@@ -54,3 +62,13 @@ def refuse_keys_of_engines(pool: View, backend: str) -> None:
         if key in pool.keys and backend not in backends:
             names = [f"`backend: {name}`" for name in backends]
             pool.add(f"`{key}` needs {' or '.join(names)}", f"write {names[0]}, or remove `{key}`", key=key)
+    if backend not in ENGINES:
+        return
+    known = ", ".join(f"`{key}`" for key in _PLATFORM_KEYS[backend])
+    for name in pool.view("platforms").keys:
+        platform = pool.view("platforms", name)
+        for other, keys in _PLATFORM_KEYS.items():
+            for key in keys if other != backend else ():
+                if key in platform.keys:
+                    message = f"`{key}` of a platform needs `backend: {other}`"
+                    platform.add(message, f"remove it; with `backend: {backend}`, a platform has {known}", key=key)

@@ -24,7 +24,8 @@ __all__ = ["HOSTFILE_POOL", "Host", "choose_pool", "nodes_of", "parse_hostfile",
 _KEYS = ("slots", "max_slots", "python")
 _MOST_SLOTS = 999_999
 _MOST_PROBLEMS = 50
-_MOST_OF_OTHER_FILES = 2
+_MOST_IF_NOT_HOSTFILE = 2
+"""The maximum number of findings that are shown for a file that does not look like a hostfile."""
 _PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<count>.*))?")
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 
@@ -113,8 +114,8 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         add(f"`python={' python='.join(python)}` is not a single path or name", "write `python=/opt/venv/bin/python` once")
     for word in others:
         key, _, value = word.partition("=")
-        if "=" in word and _plain(key) in _KEYS:
-            count(_plain(key), value, word)
+        if "=" in word and _normalized(key) in _KEYS:
+            count(_normalized(key), value, word)
         else:
             add(f"unknown word `{word}`", _instead_of(word))
     if given.get("max_slots", _MOST_SLOTS) < given.get("slots", 0):
@@ -127,11 +128,11 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the values of ``python=``, and the other words."""
-    values = [word.partition("=")[2] for word in words if _plain(word).startswith("python=")]
-    return values, [word for word in words if not _plain(word).startswith("python=")]
+    values = [word.partition("=")[2] for word in words if _normalized(word).startswith("python=")]
+    return values, [word for word in words if not _normalized(word).startswith("python=")]
 
 
-def _plain(key: str) -> str:
+def _normalized(key: str) -> str:
     return key.replace("-", "_").lower()
 
 
@@ -140,7 +141,7 @@ def _instead_of(word: str) -> str:
     if word.isdigit():
         return f"write `slots={word}`"
     key, equals, _ = word.partition("=")
-    if not equals and _plain(key) not in _KEYS:
+    if not equals and _normalized(key) not in _KEYS:
         return "write one host on each line, and only `slots=N` and `python=PATH` after it"
     return did_you_mean(key, _KEYS, what="words")
 
@@ -189,16 +190,16 @@ def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Pro
 
     ``lines`` is the number of lines that are not empty or comments. With more findings than that, the file is not a hostfile.
     """
-    is_other = len(problems) > max(lines, _MOST_OF_OTHER_FILES)
-    most = _MOST_OF_OTHER_FILES if is_other else _MOST_PROBLEMS
+    is_not_hostfile = len(problems) > max(lines, _MOST_IF_NOT_HOSTFILE)
+    most = _MOST_IF_NOT_HOSTFILE if is_not_hostfile else _MOST_PROBLEMS
     more = len(problems) - most
     if more <= 0:
         return problems
-    hint = "" if is_other else "check that this file is a hostfile"
+    hint = "" if is_not_hostfile else "check that this file is a hostfile"
     message = f"{more} more problem{'s' * (more > 1)} from this line on"
     rest = Problem(where=Mark(file, problems[most].where.line), message=message, hint=hint)
     what = "this file does not look like a hostfile, which has one host on each line, such as `gpu1 slots=8`"
-    first = [Problem(where=Mark(file), message=what)] if is_other else []
+    first = [Problem(where=Mark(file), message=what)] if is_not_hostfile else []
     return [*first, *problems[:most], rest]
 
 

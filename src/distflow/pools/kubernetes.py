@@ -61,7 +61,7 @@ def _strings(item: View) -> dict[str, str]:
 def _path(item: View, key: str) -> str | None:
     """Return a path, which may be relative to the directory of the configuration or begin with ``~``, as an absolute path."""
     named = item.string(key)
-    return None if named is None else os.path.join(os.path.dirname(item.mark.file), os.path.expanduser(named))
+    return None if named is None else os.path.abspath(os.path.join(os.path.dirname(item.mark.file), os.path.expanduser(named)))
 
 
 def _pod_template(item: View) -> str:

@@ -148,7 +148,7 @@ class SlurmSettings(Struct, frozen=True, kw_only=True):
     gpu_option: Literal["gres", "gpus-per-node", "gpus-per-task"] = "gres"
     """The option of ``sbatch`` that requests GPUs."""
     het_jobs: bool = True
-    """Whether tasks of different shapes become a heterogeneous job; ``False``: one job with nodes of the largest shape."""
+    """Whether tasks with different resources become a heterogeneous job; ``False``: each node gets the largest resources."""
     extra: tuple[str, ...] = ()
     """Further arguments of ``sbatch``."""
     container: Literal["pyxis"] | None = None

@@ -11,7 +11,7 @@ __all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 
 
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
-    """Return how a file's owner or mode lets other than trusted users change it; empty if it does not. Raises ``OSError``.
+    """Return why users that are not trusted can change a file (its owner or mode); empty if they cannot. Raises ``OSError``.
 
     Trusted users are this user, root, and for root also the user that called ``sudo``.
 

@@ -17,7 +17,6 @@ _STRATEGIES: Mapping[str, _Strategy] = MappingProxyType(
     {"PACK": "PACK", "SPREAD": "SPREAD", "STRICT_PACK": "STRICT_PACK", "STRICT_SPREAD": "STRICT_SPREAD"}
 )
 _SPEC_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
-_SLURM_KEYS = ("partition", "constraint", "gres")
 
 
 def parse_ray(pool: View) -> RaySettings:
@@ -44,9 +43,6 @@ def parse_ray(pool: View) -> RaySettings:
 
 
 def _platform(item: View) -> RayPlatform:
-    for key in _SLURM_KEYS:
-        if key in item.keys:
-            item.add(f"`{key}` of a platform needs `backend: slurm`", "write `resources: {NAME: AMOUNT}` for Ray", key=key)
     resources = item.view("resources")
     found: dict[str, float] = {}
     for name in resources.keys:

@@ -35,6 +35,7 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         "-q": "qos",
         "-t": "time",
         "-W": "",
+        "-G": "gpu_option",
         "-h": "",
         "-V": "",
         "--account": "account",

@@ -51,6 +51,13 @@ def test_all_settings_of_a_pool(tmp_path: Path) -> None:
     assert pool.template.root == "/distflow"
 
 
+def test_a_path_is_absolute_also_if_that_of_the_configuration_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = pool_of("pools:\n  k: {backend: kubernetes, kubernetes: {kubeconfig: kube}}\n", Path())
+    assert pool.kubernetes is not None
+    assert pool.kubernetes.kubeconfig == str(tmp_path / "kube")
+
+
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("kind: Job\nspec: {}\n")
     (tmp_path / "broken.yaml").write_text("spec: {\n")
@@ -60,11 +67,13 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         "  b: {backend: kubernetes, kubernetes: {pod_template: broken.yaml}}\n"
         "  c: {backend: kubernetes, kubernetes: {pod_template: missing.yaml}}\n"
         "  d: {backend: ssh, nodes: [n1], kubernetes: {}}\n"
-        "  e: {backend: kubernetes, login: here}\n",
+        "  e: {backend: kubernetes, login: here}\n"
+        "  f: {backend: kubernetes, platforms: {h: {constraint: h100}}}\n",
         tmp_path,
     )
     for part in (
         "job.yaml` is not a pod", "broken.yaml` is not a pod: ", "missing.yaml", "must be more than 0",
         "`backend: kubernetes` has no `nodes`", "`kubernetes` needs `backend: kubernetes`", "`login` needs `backend: slurm` or",
+        "`constraint` of a platform needs `backend: slurm`\n    remove it; with `backend: kubernetes`, a platform has `node_",
     ):  # fmt: skip
         assert part in said, said

@@ -123,7 +123,7 @@ pools:
       idle_release: 0
       exclusive: maybe
       container: docker
-      extra: [train.sh, --array=1-3, -p gpu, --time=5, "--x=\\n"]
+      extra: [train.sh, --array=1-3, -p gpu, -G 8, --time=5, "--x=\\n"]
     platforms:
       h100: {gres: "gpu:h100:8", gpus: 8}
       -x: {}
@@ -170,6 +170,7 @@ pools:
             "distflow.yaml:17: error: `-p` in `slurm.extra` is an option that distflow sets itself\n"
             "    remove it; use the key `partition`"
         ),
+        "distflow.yaml:17: error: `-G` in `slurm.extra` is an option that distflow sets itself",
         (
             "distflow.yaml:17: error: `--time` in `slurm.extra` is an option that distflow sets itself\n"
             "    remove it; use the key `time`"

@@ -68,10 +68,10 @@ class KubernetesApi:
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Call the API, and return the object in the response. ``path`` is absolute."""
+        client = self._opened()
         from kubernetes.client.exceptions import ApiException  # noqa: PLC0415  an optional package that takes long to import
         from urllib3.exceptions import HTTPError  # noqa: PLC0415  as above
 
-        client = self._opened()
         try:
             answer = client.rest_client.request(
                 method, client.configuration.host.rstrip("/") + path, query_params=list((query or {}).items()) or None,
@@ -150,7 +150,7 @@ class KubernetesApi:
             self._client = None
 
     def _refused(self, status: int, body: str | bytes) -> ApiError:
-        """Return the error for a refused call. ``body`` is the response, whose content is bytes if it was not preloaded.
+        """Return the error for a refused call. ``body`` is the body of the response.
 
         Raises ``NodeUnreachable`` if the same call may succeed later, perhaps after a new login.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,7 +58,13 @@ def test_a_refused_call_is_a_finding(refused: str, message: str) -> None:
     assert any(message in one for one in _messages(_Api(refused)))
 
 
-def _messages(api: _Api) -> list[str]:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("kubernetes.")] + ["kubernetes"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    assert _messages(KubernetesApi(KubernetesSettings())) == ["the package `kubernetes` is not installed"]
+
+
+def _messages(api: KubernetesApi) -> list[str]:
     pool = Pool(name="k", backend="kubernetes", nodes=(), kubernetes=KubernetesSettings(image="i:1"))
     return [one.message for one in check_kubernetes(pool, api)]
 
