@@ -182,6 +182,29 @@ def test_distflow_is_not_removed_while_an_environment_is_built(tmp_path: Path) -
     assert cleaning.uninstall(str(tmp_path), {})["left"] == []
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs files of two users")
+def test_a_workflow_that_cannot_be_removed_with_distflow_is_reported_once_and_removed_later(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    left = make(root, W1, "work/of-root") / "work/of-root/file"
+    left.touch()
+    mark(str(root))
+    for path in [*list(left.parents)[1:7], root / W1 / MARKER, root / MARKER]:
+        os.chown(path, NOBODY, NOBODY)
+
+    def work() -> None:
+        assert [line.rpartition(": ")[2] for line in cleaning.uninstall("root", {})["left"]] == ["Permission denied"]
+        assert [name.partition("-")[0] for name in os.listdir("root/.trash")] == [W1]
+
+    as_a_user(tmp_path, work)
+    shutil.rmtree(next((root / ".trash").rglob("of-root")))
+
+    def work_again() -> None:
+        assert cleaning.uninstall("root", {})["left"] == []
+
+    as_a_user(tmp_path, work_again)
+    assert not root.exists()
+
+
 def test_the_files_of_all_leases_are_removed_with_distflow(tmp_path: Path) -> None:
     root, leases = tmp_path / "root", tmp_path / "leases"
     root.mkdir()

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 
-from distflow.protocol.light_typing import Callable, Iterator, List, Optional, Set, Tuple
+from distflow.protocol.light_typing import Callable, Dict, Iterator, List, Optional, Set, Tuple
 from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import file_system_now
 from distflow.runtime.files import attempt_files, attempts, log_files, root_directory, venvs
@@ -143,23 +143,29 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
         for _, directory in list(attempts.list_attempts(root, workflow)):
             _remove_all_but_output(directory)
         return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
-    # The directories are moved first, so that a partly removed workflow does not look complete.
+    try:
+        hidden = _hide(root, workflow)
+    except FileNotFoundError:  # another agent has moved it
+        return {"freed_bytes": 0}
     trash = os.path.join(root, _TRASH)
-    hidden = []
-    for number, top in enumerate(tops):
-        os.makedirs(trash, mode=0o700, exist_ok=True)
-        hidden.append(os.path.join(trash, "{}-{}-{}".format(workflow, os.getpid(), number)))
-        try:
-            os.rename(top, hidden[-1])
-        except FileNotFoundError:  # another agent has moved it
-            return {"freed_bytes": 0}
     if os.path.isdir(trash):
         for name in os.listdir(trash):  # also leftovers of earlier or interrupted removals
             with contextlib.suppress(OSError):
                 _remove_tree(os.path.join(trash, name))
-    for path in hidden:
+    for path in hidden.values():
         _remove_tree(path)
     return {"freed_bytes": before}
+
+
+def _hide(root: str, workflow: str) -> Dict[str, str]:
+    """Move a workflow's directories, so that a partly removed workflow does not look complete. Returns old path → new path."""
+    trash = os.path.join(root, _TRASH)
+    hidden = {}
+    for number, top in enumerate(attempts.workflow_directories(root, workflow)):
+        os.makedirs(trash, mode=0o700, exist_ok=True)
+        hidden[top] = os.path.join(trash, "{}-{}-{}".format(workflow, os.getpid(), number))
+        os.rename(top, hidden[top])
+    return hidden
 
 
 def _remove_all_but_output(directory: str) -> None:
@@ -181,7 +187,7 @@ def _alive(root: str, workflow: str) -> List[str]:
 
 
 def _remove_tree(path: str) -> None:
-    """Remove a file or directory, if it exists. The ``OSError`` names what cannot be removed, such as files of root."""
+    """Remove a file or directory, if it exists. The ``OSError`` names the file that cannot be removed, such as one of root."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -224,7 +230,7 @@ _EARLIER = {
     _TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
     "runtime": _DIGEST,
 }
-"""Names of files that an earlier version probably left, without a proof that they are distflow's."""
+"""Names of files that an earlier version probably left. They may be the user's, so they are reported and not removed."""
 _LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|claims\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
 
 
@@ -302,8 +308,14 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
 
 def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
     """Remove workflows, files of earlier versions, the private directory ``root``, and its parent if that is empty."""
+
+    def remove(workflow: str) -> None:
+        for path, hidden in _hide(root, workflow).items():
+            _remove_tree(hidden)
+            removed.append(path)
+
     for workflow in attempts.workflows(root):
-        removed.extend(path for path in attempts.workflow_directories(root, workflow) if _try(_remove_tree, path, left))
+        _try(remove, workflow, left)
     earlier = root_directory.earlier_root(root)
     if earlier is not None:
         _remove_earlier(root, earlier, removed, left)
@@ -374,7 +386,9 @@ def _try(remove: Callable[[str], object], path: str, left: List[str]) -> bool:
     try:
         remove(path)
     except OSError as error:
-        left.append("{}: {}".format(error.filename or path, error.strerror))
+        text = "{}: {}".format(error.filename or path, error.strerror)
+        if text not in left:
+            left.append(text)
         return False
     return True
 
