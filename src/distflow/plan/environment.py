@@ -13,9 +13,9 @@ from types import MappingProxyType
 from distflow.layout.ranks import TaskRanks, World
 from distflow.spec.model import ResourceSpec
 
-__all__ = ["task_environment"]
+__all__ = ["DEBUG_VARIABLES", "task_environment"]
 
-_DEBUG: Mapping[str, str] = MappingProxyType(
+DEBUG_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "DISTFLOW_DEBUG": "1",
         # torch compares the shapes and kinds of collectives before they run. A mismatch is then an error, not a hang.
@@ -64,7 +64,7 @@ def task_environment(
     if resource.cpu is not None or ranks is not None:
         # torchrun sets this variable to 1 if it starts several processes. distflow divides the requested CPUs among the ranks.
         environment["OMP_NUM_THREADS"] = str(max(1, (resource.cpu or 1) // (ranks.size if ranks else 1)))
-    return environment | (dict(_DEBUG) if debug else {}) | dict(given)
+    return environment | (dict(DEBUG_VARIABLES) if debug else {}) | dict(given)
 
 
 def _world_environment(ranks: TaskRanks, world: World) -> dict[str, str]:

@@ -24,7 +24,7 @@ from distflow.documents.yaml_writer import yaml_text
 from distflow.layout.ranks import TaskRanks, World
 from distflow.layout.strategy.model import group_strategy
 from distflow.plan.compile import strategy_environment
-from distflow.plan.environment import task_environment
+from distflow.plan.environment import DEBUG_VARIABLES, task_environment
 from distflow.plan.frameworks import StartCommand, WorldTask, start_command
 from distflow.plan.model import PLACEHOLDER
 from distflow.spec.model import GroupSpec, TaskSpec, WorkflowSpec
@@ -141,9 +141,9 @@ def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
     for path in _missing(_plain(document.value), wanted, ()):
         _remove_key(lines, document.key_mark_at(path))
     for path in _missing(wanted, _plain(document.value), ()):
-        if path[-1] == _STRICT:
+        if path[-1] == _IGNORE_NONLEAD:
             mark = document.key_mark_at((*path[:-1], "tasks"))
-            lines[mark.line - 1] = f"{' ' * (mark.column - 1)}{_STRICT}: false\n{lines[mark.line - 1]}"
+            lines[mark.line - 1] = f"{' ' * (mark.column - 1)}{_IGNORE_NONLEAD}: false\n{lines[mark.line - 1]}"
     changed = "\n".join(line for line in lines if line is not _GONE)
     changed = re.sub(r"\{\{[ \t]*master_port[ \t]*\}\}", str(_PORT), changed)
     try:
@@ -153,7 +153,7 @@ def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
 
 
 _GONE = "\0"
-_STRICT = "ignoreNonleadStatus"
+_IGNORE_NONLEAD = "ignoreNonleadStatus"
 
 
 def _remove_key(lines: list[str], mark: Mark) -> None:
@@ -239,7 +239,7 @@ class _Conversion:
         if group.name in self._worlds and group.ignore_nonlead_status is None and len(group.tasks) > 1:
             # `false` is distflow's default for a world. With OSMO's default, tasks would wait for the ranks of a failed task.
             tasks = found.pop("tasks")
-            found |= {_STRICT: False, "tasks": tasks}
+            found |= {_IGNORE_NONLEAD: False, "tasks": tasks}
         found["tasks"] = self._replicas(raw["tasks"], ("workflow", "groups", number, "tasks"))
         return found
 
@@ -330,8 +330,8 @@ class _Conversion:
     def _variables(self, group: GroupSpec, task: TaskSpec, ranks: TaskRanks | None, given: Mapping[str, str]) -> dict[str, str]:
         """Return ``given`` and other variables that distflow would set.
 
-        These are ``DISTFLOW_*`` if the task's texts use them, and those of its ranks and of ``debug`` unless the spec passes
-        ranks and addresses itself.
+        These are the ``DISTFLOW_*`` variables that the task's texts use, those of ``debug``, and those of the task's ranks. The
+        variables of ranks are left out if the spec passes ranks and addresses itself.
         """
         world = self._worlds.get(group.name) if ranks is not None else None
         resource = self._spec.resources[task.resource]
@@ -345,7 +345,7 @@ class _Conversion:
             if re.search("@@(IFNAME|GPU_IDS|NODE)@@", value):
                 if is_used:
                     self._notes.add(f"OSMO does not set the variable `{name}`", name=task.name)
-            elif is_used or (is_own and name not in _ONLY_HERE):
+            elif is_used or ((is_own or name in DEBUG_VARIABLES) and name not in _ONLY_HERE):
                 found[name] = value
         return found
 

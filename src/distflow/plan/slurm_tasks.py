@@ -69,7 +69,7 @@ def ordered(group: GroupPlan) -> tuple[Launch, ...]:
 
 def ends_with_lead(group: GroupPlan) -> bool:
     """Return whether the other tasks are stopped when the lead has completed."""
-    return len(group.launches) > 1 and (group.ends_with_lead or group.world is None)
+    return len(group.launches) > 1 and (group.ends_with_lead or group.ignore_nonlead_status)
 
 
 def credential_variable(name: str) -> str:
@@ -119,7 +119,10 @@ def shared_files(plan: Plan) -> dict[str, str]:
 
 
 def here_document(text: str, *, is_expanded: bool = False) -> str:
-    """Return a here-document: its redirection, the text, which must end with a line feed, and the end mark."""
+    """Return a here-document: its redirection, the text, which must end with a line feed, and the end mark.
+
+    With ``is_expanded``, the shell replaces variables in the text.
+    """
     lines, end = text.splitlines(), "END"
     while end in lines or any(line.strip() == end for line in lines):
         end += "_"

@@ -154,6 +154,13 @@ def test_a_pool_without_slurm_has_no_options(
     assert "the pool `local` has no Slurm options" in capsys.readouterr().err
 
 
+def test_debug_of_a_group_without_ranks_reaches_osmo(capsys: pytest.CaptureFixture[str]) -> None:
+    group = {"name": "g", "debug": True, "tasks": [{"name": "a", "image": "i", "command": ["true"]}]}
+    Path("spec.yaml").write_text(json.dumps({"workflow": {"name": "one", "groups": [group]}}))
+    out, _ = exported(capsys, "spec.yaml", "--to", "osmo")
+    assert "TORCH_DISTRIBUTED_DEBUG: DETAIL" in out
+
+
 @pytest.mark.parametrize("name", ["task_dir", "address_only"])
 def test_a_variable_of_the_script_cannot_be_one_of_the_spec(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(environment={name: "x"}), "--to", "slurm"]) == 2

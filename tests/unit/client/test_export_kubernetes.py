@@ -124,6 +124,18 @@ def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
 
 
+def test_the_lead_stops_other_tasks_only_if_their_status_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    independent = spec_of({"name": "a", "lead": True}, {"name": "b"}, ignoreNonleadStatus=False)
+    assert run(["workflow", "export", independent, "--to", "kubernetes"]) == 0
+    assert run(["workflow", "export", independent, "--to", "slurm"]) == 0
+    assert ".ended" not in capsys.readouterr().out
+    world = spec_of(*NOT_RETRIED, ignoreNonleadStatus=True)
+    assert run(["workflow", "export", world, "--to", "slurm"]) == 0
+    assert '[ $task != a ] || { echo $status > "$run_dir/$task.ended"; exit 1; }' in capsys.readouterr().out
+    assert run(["workflow", "export", world, "--to", "kubernetes"]) == 2
+    assert "tasks that are stopped when the lead has completed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
