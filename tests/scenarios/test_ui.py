@@ -260,6 +260,17 @@ def test_a_log_of_100_000_lines_can_be_searched(cli: Cli, ui: Ui) -> None:
     # Only the visible lines are elements, and only some pages are kept.
     assert page.locator(".row").count() < 100
     assert page.evaluate("performance.memory.usedJSHeapSize") < 100e6
+    page.fill("[aria-label='Search the log']", "of many")
+    page.keyboard.press("Enter")
+    wait_until(lambda: page.locator(".hits").inner_text() == "1 of 10,000+", 20)
+    page.click("[aria-label='Next match']")
+    assert page.locator(".hits").inner_text() == "2 of 10,000+"
+    page = ui.open(f"#/workflows/{workflow}/metrics")
+    page.wait_for_selector("text=There are no metrics yet.")
+    ui.expects_missing = True
+    page.fill("[aria-label='Compare with a run']", "missing-1")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=there is no workflow `missing-1`")
 
 
 def test_a_list_of_many_workflows_is_drawn_at_once(cli: Cli, ui: Ui) -> None:
@@ -326,7 +337,7 @@ def test_charts_are_zoomed_and_compared(cli: Cli, ui: Ui) -> None:
     ui.expects_missing = True  # at each change of the run, the page asks for both again
     page.fill("[aria-label='Compare with a run']", "missing-1")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=there is no workflow 'missing-1'")
+    page.wait_for_selector("text=there is no workflow `missing-1`")
     go.touch()
     cli.await_status(first, "COMPLETED")
 

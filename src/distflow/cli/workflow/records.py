@@ -23,10 +23,10 @@ from distflow.documents.text import plain_lines
 from distflow.errors import InputError
 from distflow.state.record import Event, WorkflowRecord
 
-__all__ = ["AttemptOption", "events_app", "events_document", "log_line_json", "logs_app", "spec_app"]
+__all__ = ["AllAttemptsOption", "events_app", "events_document", "log_line_json", "logs_app", "spec_app"]
 
 
-AttemptOption = Annotated[
+AllAttemptsOption = Annotated[
     int | None,
     typer.Option("--retry-id", "-r", min=0, help="Only this attempt, counted from 0. Default: all.", show_default=False),
 ]
@@ -47,7 +47,7 @@ def logs(
     last: Annotated[
         int | None, typer.Option("-n", min=0, metavar="LINES", help="Print only the last LINES lines, and those that follow.")
     ] = None,
-    attempt: AttemptOption = None,
+    attempt: AllAttemptsOption = None,
     error: Annotated[
         bool, typer.Option("--error", help="Print the error file (torch's format) of one --task or --rank instead of output.")
     ] = False,
@@ -61,7 +61,7 @@ def logs(
 
     Logs are copied to this machine, so they are available after the nodes are gone.
     """
-    if error and (follow or last is not None or len(task or rank or ()) != 1):
+    if error and (follow or last is not None or len(task or ()) + len(rank or ()) != 1):
         raise InputError(
             "--error prints the error file of one task", hint="use it with one --task or --rank, and without --follow and -n"
         )
@@ -130,7 +130,7 @@ events_app = command_app()
 def events(
     workflow: WorkflowArgument,
     task: OsmoTasksOption = None,
-    attempt: AttemptOption = None,
+    attempt: AllAttemptsOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Wait for further events until the workflow has ended.")
     ] = False,

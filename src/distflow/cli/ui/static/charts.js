@@ -1,4 +1,4 @@
-// Metrics and the use of resources as charts: one for each metric, with about 24 series of ranks and compared runs at most.
+// Metrics and the use of resources as charts: one for each metric, with about 24 series (of ranks and compared runs) at most.
 
 import { amount, bytes, duration, h, render } from './dom.js';
 import { get, report } from './source.js';
@@ -53,6 +53,7 @@ export function chartView(workflow, query) {
   const runs = new Map([[workflow, []]]);
   let axis = 'step',
     isLog = false,
+    problem = '',
     charts = new Map(),
     wanted = (query.with ?? '').split(',');
   const grid = h('div', { class: 'charts' }),
@@ -125,10 +126,10 @@ export function chartView(workflow, query) {
     if (!id || runs.has(id)) return;
     try {
       runs.set(id, await seriesOf(id));
-      other.value = note.textContent = '';
+      other.value = problem = '';
       keepInUrl();
     } catch (error) {
-      note.textContent = error.message;
+      problem = error.message;
     }
     redraw();
   }
@@ -181,8 +182,9 @@ export function chartView(workflow, query) {
     const keys = new Map();
     for (const [run, series] of runs)
       for (const one of series) keys.set(one.key, [...(keys.get(one.key) ?? []), { run, ...one }]);
-    note.textContent = [...keys.values()].flat().some((one) => !one.isUse)
-      ? note.textContent
+    const hasMetrics = [...keys.values()].flat().some((one) => !one.isUse);
+    note.textContent = problem || hasMetrics
+      ? problem
       : 'There are no metrics yet. Tasks print them as lines of JSON, such as {"step": 1, "loss": 0.5}.';
     const shown = [...keys]
       .filter(([, series]) => series.some((one) => one.points.length))

@@ -72,7 +72,8 @@ export function logView(workflow, query, taskColor) {
     h('label', {}, timeBox, ' Times'),
     h('label', {}, followBox, ' Follow'),
   );
-  let searched = '';
+  let searched = '',
+    areAllFound = true;
 
   const params = () => ({ task, rank });
   async function load(number) {
@@ -151,26 +152,31 @@ export function logView(workflow, query, taskColor) {
     const mine = generation,
       wanted = find.value;
     searched = wanted;
-    const found = wanted.trim()
-      ? await get(`workflows/${workflow}/search`, { ...params(), text: wanted })
-      : { positions: [], is_complete: true };
+    let found = { positions: [], is_complete: true },
+      problem = 'no match';
+    try {
+      if (wanted.trim()) found = await get(`workflows/${workflow}/search`, { ...params(), text: wanted });
+    } catch (error) {
+      problem = error.message;
+    }
     if (mine !== generation || searched !== wanted) return;
+    areAllFound = found.is_complete;
     hits = found.positions;
     hit = hits.length && query.find ? hits.length - 2 : -1;
     query.find = null;
-    if (hits.length) step(1, found.is_complete);
+    if (hits.length) step(1);
     else {
-      count.textContent = wanted ? 'no match' : '';
+      count.textContent = wanted ? problem : '';
       marked = -1;
       draw();
     }
   }
-  function step(by, isComplete = true) {
+  function step(by) {
     if (!hits.length) return;
     hit = (hit + by + hits.length) % hits.length;
     marked = hits[hit];
     followBox.checked = follow = false;
-    count.textContent = `${hit + 1} of ${hits.length.toLocaleString('en')}${isComplete ? '' : '+'}`;
+    count.textContent = `${hit + 1} of ${hits.length.toLocaleString('en')}${areAllFound ? '' : '+'}`;
     view.scrollTop = Math.max(0, marked * ROW - view.clientHeight / 2);
     draw();
   }

@@ -135,7 +135,12 @@ export function workflowPage(main, id, section, query, about) {
       ['User', status.submitted_by],
       status.priority === 'NORMAL' ? null : ['Priority', status.priority.toLowerCase()],
       status.parent_name
-        ? ['Restarts', h('a', { href: `#/workflows/${encodeURIComponent(status.parent_name)}` }, status.parent_name)]
+        ? [
+            'Restarts',
+            report
+              ? status.parent_name
+              : h('a', { href: `#/workflows/${encodeURIComponent(status.parent_name)}` }, status.parent_name),
+          ]
         : null,
     ];
     const words = [
