@@ -116,7 +116,7 @@ def kill_all(find: Callable[[], Iterable[int]]) -> None:
             last = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)  # noqa: TID251  no event tells that a process was started
+        time.sleep(0.05)  # noqa: TID251  no event reports the start of a process
 
 
 @contextmanager
@@ -257,7 +257,7 @@ def _namespace_of(host: NetnsHost) -> str:
 
 def main() -> int:
     """Run both measurements. Return 0 if the limits are met, 1 otherwise."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # so that all that was started ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # so that all started processes end, too
     with tempfile.TemporaryDirectory() as folder:
         holds = kill(Path(folder))
         if why := missing_netns():

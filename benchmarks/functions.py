@@ -3,7 +3,7 @@
 The programs are equal except for the launcher: ``distflow.run`` or ``torchrunx.Launcher`` with the backend gloo. Fails if
 distflow takes longer. ``make`` does not install torchrunx: ``pip install torchrunx==0.4.0``. Without it, nothing is measured.
 torchrunx waits forever on hosts whose own name resolves to 127.0.1.1. In that case, only the time of distflow is shown. On
-loopback addresses, torchrunx starts its agents without SSH, so it makes two connections less than distflow.
+loopback addresses, torchrunx starts its agents without SSH, so it makes two connections fewer than distflow.
 """
 
 from __future__ import annotations

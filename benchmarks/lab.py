@@ -51,7 +51,7 @@ class Lab:
         """Its callbacks are called at the end, before the servers are stopped."""
 
     def __enter__(self) -> Lab:
-        """Start the servers, and write the configurations. What was started ends if that fails."""
+        """Start the servers, and write the configurations. If that fails, stop the servers that were started."""
         with self.stack as starting:
             self.folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
             self.start(make_key(self.folder / "key"), starting)

@@ -166,7 +166,7 @@ def main() -> int:
 
 
 def _queue(bench: Bench) -> tuple[int, int]:
-    """Fill the queue. Return the calls of ``squeue`` in one minute, and the maximum of connections to the login node."""
+    """Fill the queue. Return the calls of ``squeue`` in one minute, and the maximum number of connections to the login node."""
     bench.configure(login="login", ssh_config=str(bench.login.client_config))
     with bench.login:
         blocker = bench.cluster.run("sbatch", "--parsable", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 3600").strip()

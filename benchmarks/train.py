@@ -1,8 +1,8 @@
 """Compare the training speed of ``workflow_specs/train_dist.py`` under distflow, under torchrun and as a single process.
 
 All three contestants have the same global batch: two distflow tasks of one rank each on this machine, ``torchrun`` with two
-ranks, and one process. The three run once in every order. The speed is that from the end of the first epoch to the end of the
-last epoch. The total time is from the start of the command to its end. Fails if the median ratio of distflow's speed to
+ranks, and one process. The three run once in every order. The speed is measured from the end of the first epoch to the end
+of the last epoch. The total time is from the start of the command to its end. Fails if the median ratio of distflow's speed to
 torchrun's in the same turn is below ``LIMIT``, or that of the total times above ``TOTAL_LIMIT``.
 
 The script then runs ``gpt.py``, which needs a GPU.

@@ -24,7 +24,7 @@ import yaml
 from distflow import errors
 from distflow.diagnosis.ends import END_RULES
 from distflow.diagnosis.resources import RESOURCE_RULES
-from distflow.diagnosis.rules import EXCEPTION, Rule
+from distflow.diagnosis.rules import EXCEPTION, HANG, Rule
 from distflow.diagnosis.rules import RULES as RULES_OF_DIAGNOSIS
 from distflow.documents.problems import ProblemsFound
 from distflow.documents.schema import load_schema
@@ -533,7 +533,7 @@ def _message(name: str) -> str:
 
 def diagnosis_table() -> str:
     """Return every rule of ``distflow workflow diagnose`` for failures: symptom, cause and remedy."""
-    return _rule_table((*RULES_OF_DIAGNOSIS, EXCEPTION, *END_RULES))
+    return _rule_table((*RULES_OF_DIAGNOSIS, EXCEPTION, HANG, *END_RULES))
 
 
 def finding_table() -> str:

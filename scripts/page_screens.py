@@ -233,7 +233,7 @@ def main() -> None:
     """Run the example, and draw or serve its pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*PAGES, []], help="pictures; default: all")
-    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--serve", action="store_true", help="print the URL and wait for Ctrl-C, instead of drawing")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started it in the background
     with tempfile.TemporaryDirectory(prefix="distflow-screens-") as folder, example(Path(folder)) as url:

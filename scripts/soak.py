@@ -48,6 +48,10 @@ hosts, cuts their links and restarts their sshd. In the last third of the time i
 the supervisor's memory before that. After each gang, `make soak` compares the record with the nodes: no exit code may be
 missing, no task may have run twice at once, the first cause must be the injected fault, and no process may be left. This is the
 report of one run."""
+LEGEND = """\
+In the tables, `exit` is a task that exits with an error. `host` kills all processes of a task and its node's agent at once, as
+a restart of the host does. `rank`, `runner`, `keeper`, `agent`, `supervisor` and `command line` are processes that are killed.
+`cut` is a cut link, `freeze` a frozen host, and `sshd` a restarted SSH server."""
 
 
 class Soak:
@@ -138,6 +142,8 @@ class Soak:
             f"* From `submit` to the end: {statistics.median(times):.1f} s in the median, {max(times):.1f} s at most.",
             f"* Leaked, hung, or recorded wrongly: {len(self.wrong)}.",
             "",
+            LEGEND,
+            "",
             "| end of the gang | workflows |",
             "|---|--:|",
             *(f"| {end} | {count} |" for end, count in sorted(ends.items())),
@@ -163,7 +169,7 @@ class Soak:
 def main() -> int:
     """Run the soak and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first workflow; the next ones are consecutive")
     parser.add_argument("--report", type=Path, help="file of the report (default: standard output)")
     parser.add_argument("--machine", default="", help="description of the machine for the report")

@@ -1,8 +1,9 @@
 """A Ray cluster of a gang: ``python -m distflow.ray_cluster head|worker …``, one on each node.
 
 The head starts Ray, waits until all nodes have joined, and becomes the command, which finds the cluster by ``RAY_ADDRESS``. A
-worker starts Ray, and starts Ray again if Ray ends before ``--timeout`` is over; later, it ends with Ray. Neither of them calls
-``ray stop``, which would end every Ray of the machine: distflow ends the tasks of a gang with all their processes.
+worker starts Ray, and starts it again if Ray ends before ``--timeout`` is over. After that time, the worker ends when Ray ends.
+Neither of them calls ``ray stop``, which would end every Ray of the machine: distflow ends the tasks of a gang with all their
+processes.
 
 ``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray
 runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None, *, clock: Clock = time.monotonic) ->
         if code == 0:
             os.execvp(command[0], command)  # noqa: S606  the command takes this process's place
         return code
-    except OSError as error:  # that of `os.execvp` has no file name
+    except OSError as error:  # an error of `os.execvp` has no file name
         is_missing = isinstance(error, FileNotFoundError)
         hint = "; install Ray on every node (pip install ray)" if error.filename == "ray" and is_missing else ""
         _say(f"{error.filename or (command or ['ray'])[0]}: {'not found' if is_missing else error.strerror}{hint}")
@@ -65,13 +66,14 @@ def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
     started = subprocess.run([*_start(args), "--head", "--port", port, "--include-dashboard=false"], check=False)
     if started.returncode != 0:
         return started.returncode
-    there = 0
-    while there < args.nodes:
+    joined = 0
+    while joined < args.nodes:
         if clock() > deadline:
-            _say(f"only {there} of {args.nodes} nodes have joined Ray after {args.timeout:g} s")
+            hint = "the logs of the other tasks show why"
+            _say(f"only {joined} of {args.nodes} nodes have joined Ray after {args.timeout:g} s; {hint}")
             return 1
-        there = _await_nodes(args.nodes, deadline - clock())
-        if there == 0:
+        joined = _await_nodes(args.nodes, deadline - clock())
+        if joined == 0:
             _pause()
     _say(f"all {args.nodes} nodes have joined Ray at {args.address}")
     return 0
@@ -94,7 +96,7 @@ def _start(args: argparse.Namespace) -> list[str]:
 
 
 def _await_nodes(wanted: int, seconds: float) -> int:
-    """Wait until this number of nodes is alive, at most so long. Return their number; 0 if Ray does not answer."""
+    """Wait until ``wanted`` nodes are alive, at most ``seconds``. Return the number of live nodes; 0 if Ray does not answer."""
     asked = subprocess.run(
         [sys.executable, "-c", _AWAIT, str(wanted), str(seconds)], capture_output=True, text=True, check=False
     )  # fmt: skip

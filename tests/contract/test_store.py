@@ -187,8 +187,9 @@ def test_lists_are_filtered_and_the_newest_first(store: Store) -> None:
     assert ids(name="s-2") == ["digits-2"]
     assert ids(name="%") == []
     # A state without a reason is a pair of its own.
-    assert ids(ends=[(WorkflowState.FAILED, None)]) == ["digits-2"]
-    assert ids(ends=[(WorkflowState.FAILED, Reason.EXEC_TIMEOUT), (WorkflowState.COMPLETED, None)]) == ["digits-3", "digits-1"]
+    assert ids(statuses=[(WorkflowState.FAILED, None)]) == ["digits-2"]
+    two = [(WorkflowState.FAILED, Reason.EXEC_TIMEOUT), (WorkflowState.COMPLETED, None)]
+    assert ids(statuses=two) == ["digits-3", "digits-1"]
 
 
 def test_labels_tags_priorities_and_times_are_searched(store: Store) -> None:

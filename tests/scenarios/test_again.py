@@ -61,7 +61,7 @@ def test_limits_of_a_stored_spec_are_reported(cli: Cli) -> None:
             "give these secrets of again-1 again, because they are not kept for other workflows: TOKEN\nuse --set-env TOKEN=…",
         ),
         (["again-1", "--set", "word=third"], "`distflow workflow spec again-1 --template`"),
-        (["again-7"], "there is no workflow 'again-7'\nsimilar ids: again-1"),
+        (["again-7"], "there is no workflow `again-7`\nsimilar ids: again-1"),
         (["again-1", "--label", "team=a b"], "`a b` is not a valid label value"),
         (["again-1", "--priority", "urgent"], "`urgent` is not a priority"),
         (["nothing.yaml"], "nothing.yaml"),

@@ -111,12 +111,12 @@ def test_a_running_workflow_is_canceled(cli: Cli, client: Client) -> None:
     record = submit(client, plan(client, SubmitRequest(spec="-", text=SLEEPS)))
     lines = iter(stream_logs(client, record, choose_tasks(record, ()), follow=True))
     assert next(lines).text == "here"
-    with pytest.raises(WaitTimeout, match=r"not ended within 0\.1 s: sleeps-1"):
+    with pytest.raises(WaitTimeout, match=r"sleeps-1 has not ended within 0\.1 s"):
         wait(client, [record.id], timeout_s=0.1)
     asked, unknown = cancel(client, [record.uuid, "sleeps-9"], message="enough")
     assert asked.record is not None
     assert unknown.error is not None
-    assert "no workflow 'sleeps-9'" in unknown.error.message
+    assert "no workflow `sleeps-9`" in unknown.error.message
     (final,) = wait(client, [record.id], timeout_s=60)
     assert final.state is WorkflowState.CANCELED
     assert final.cancel is not None
@@ -175,7 +175,7 @@ def test_output_files_are_listed_and_fetched(cli: Cli, client: Client, tmp_path:
     with pytest.raises(NotFound, match=r"no output file matches `model\.pth`") as caught:
         fetch_output_files(client, final, tmp_path / "x", paths=["model.pth"])
     assert "did you mean `model.pt`?" in caught.value.hint
-    with pytest.raises(NotFound, match="has no task 'four'"):
+    with pytest.raises(NotFound, match="has no task `four`"):
         list_output_files(client, final, tasks=["four"])
     (tmp_path / "x").touch()
     with pytest.raises(StorageError, match="x: it is not a directory"):

@@ -39,7 +39,7 @@ def test_set_list_and_delete(cli: Cli) -> None:
     assert cli.run("credential", "delete", "deploy").out == "Deleted credential deploy.\n"
     again = cli.run("credential", "delete", "deploy", "-t", "json")
     assert again.code == 2
-    assert json.loads(again.out)["error"]["message"] == "there is no credential 'deploy'"
+    assert json.loads(again.out)["error"]["message"] == "there is no credential `deploy`"
     assert VALUE not in text.out + listed.out + done.out + again.out + again.err
 
 
@@ -84,7 +84,7 @@ def test_errors_are_refused_without_the_secret_value(cli: Cli) -> None:
         (*name, "--payload-file", "a=-", "b=-"): "standard input can be the value of only one key",
         (*name, "--payload-file", f"a={sys.executable}"): "--payload-file a: the value is not valid UTF-8 text",
         (*name, "--type", "REGISTRY", "--payload", f"password={VALUE}"): "a REGISTRY credential has no key `password`",
-        ("credential", "delete", "one"): "there is no credential 'one'\nno credentials exist",
+        ("credential", "delete", "one"): "there is no credential `one`\nno credentials exist",
     }
     for arguments, words in cases.items():
         done = cli.run(*arguments)

@@ -193,8 +193,8 @@ def test_impossible_requests_are_reported(cli: Cli) -> None:
         assert (done.code, done.out) == (2, "")
         return done.err
 
-    assert "gang-1 has no task 'wroker'\ndid you mean `worker`?" in refused("gang-1", "wroker")
-    assert "gang-1 has no group 'training'" in refused("gang-1", "--group", "training", "--entry", "true")
+    assert "gang-1 has no task `wroker`\ndid you mean `worker`?" in refused("gang-1", "wroker")
+    assert "gang-1 has no group `training`" in refused("gang-1", "--group", "training", "--entry", "true")
     assert "name either a task, or a group" in refused("gang-1")
     assert "name either a task, or a group" in refused("gang-1", "worker", "--group", "train", "--entry", "true")
     assert "has no terminal for a shell" in refused("gang-1", "--group", "train")

@@ -233,7 +233,7 @@ def test_only_the_named_nodes_are_asked(hosts: Hosts) -> None:
     assert [node["name"] for node in answer["nodes"]] == ["gpu1", "gpu3"]
     done = hosts.cli.run("pool", "check", "--node", "gpu4")
     assert done.code == 2
-    assert "pool 'lab' has no node 'gpu4'" in done.err
+    assert "pool `lab` has no node `gpu4`" in done.err
 
 
 def test_a_path_that_is_not_on_a_node_keeps_a_gang_from_running(hosts: Hosts) -> None:

@@ -57,7 +57,7 @@ def test_a_spec_runs_and_its_results_arrive(cli: Cli, tmp_path: Path, caplog: py
     assert "<polyline" in page
     assert distflow.list(labels={"team": "vis*"}, status="completed") == [workflow]
     assert distflow.list(status=["RUNNING", "FAILED"]) == []
-    with pytest.raises(NotFound, match="no task 'two'"):
+    with pytest.raises(NotFound, match="no task `two`"):
         next(workflow.logs(task="two"))
     with pytest.raises(InputError, match="train-1 has already ended"):
         workflow.cancel()

@@ -80,7 +80,7 @@ def test_impossible_restarts_are_reported(cli: Cli) -> None:
             ),
         ),
         (running, "long-1 has not ended: "),
-        ("stages-7", "there is no workflow 'stages-7'"),
+        ("stages-7", "there is no workflow `stages-7`"),
         ("nothing", "`nothing` is not the id of a workflow"),
     ):
         done = cli.run("workflow", "restart", ident)
@@ -132,7 +132,7 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     later = cli.spec(LATER, "later.yaml")
     missing = cli.run("workflow", "validate", later)
     assert missing.code == 2
-    assert "later.yaml:8: error: there is no workflow 'stages-1'" in missing.err
+    assert "later.yaml:8: error: there is no workflow `stages-1`" in missing.err
     # An earlier workflow may have failed: the outputs of its tasks still exist.
     assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
     assert (

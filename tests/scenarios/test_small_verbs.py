@@ -52,9 +52,9 @@ def test_resource_info_shows_all_that_is_configured_of_a_node(pools: Cli) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpu2"], "there is no node 'gpu2'\ndid you mean `gpu1`?"),
-        (["gpu1", "--pool", "here"], "there is no node 'gpu1' of pool 'here'\nnodes: `local`"),
-        (["gpu1", "--platform", "a100"], "there is no node 'gpu1' of platform 'a100'"),
+        (["gpu2"], "there is no node `gpu2`\ndid you mean `gpu1`?"),
+        (["gpu1", "--pool", "here"], "there is no node `gpu1` of pool `here`\nnodes: `local`"),
+        (["gpu1", "--platform", "a100"], "there is no node `gpu1` of platform `a100`"),
         (["gpu1", "--pool", "nowhere"], "there is no pool `nowhere`"),
     ],
 )
@@ -95,7 +95,7 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
 
 def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
     for words, said in (
-        (["set", "pool", "hree"], "there is no pool 'hree'\ndid you mean `here`?"),
+        (["set", "pool", "hree"], "there is no pool `hree`\ndid you mean `here`?"),
         (["set", "notifications", "email", "slack"], "distflow profile set notify NAME"),
         (["set", "notify"], "needs at least one target"),
         (["set", "notify", "team"], "this machine has no credential `team`"),
@@ -162,12 +162,12 @@ def test_cancel_tries_every_id_and_names_every_one_that_failed(cli: Cli) -> None
     assert done.code == 2
     answer = json.loads(done.out)
     assert [(one["name"], one.get("error", "")) for one in answer["workflows"]] == [
-        ("nothing-7", "there is no workflow 'nothing-7'"),
+        ("nothing-7", "there is no workflow `nothing-7`"),
         ("one-1", ""),
         ("over-1", "over-1 has already ended: COMPLETED"),
         ("two-1", ""),
     ]
-    assert "there is no workflow 'nothing-7'" in done.err
+    assert "there is no workflow `nothing-7`" in done.err
     assert "over-1 has already ended" in done.err
     for name in ("one-1", "two-1"):
         assert cli.query(name)["status"] == "FAILED_CANCELED"

@@ -12,7 +12,7 @@ from torch import nn
 from distflow.samples.gpt import loss_of
 from distflow.train import EpochSampler, Loader
 from distflow.train.parallel import parallelize
-from distflow.train.strategies.description import data_shard, forget
+from distflow.train.strategies.description import data_shard, reset_current_strategy
 from train.ranks import BATCH, STEPS, Found, batch, new_model, optimizer_of, prepared, reference, whole
 
 __all__ = ["calls_without_plan"]
@@ -20,7 +20,7 @@ __all__ = ["calls_without_plan"]
 
 def calls_without_plan() -> Found:
     """Return the difference from single-process training, the data of each rank, errors and warnings."""
-    forget()
+    reset_current_strategy()
     early, other = Loader(range(BATCH), BATCH), EpochSampler(BATCH, rank=0, world_size=1)
     plan = prepared(new_model(), "hybrid", tp_size=2, gradient_accumulation_steps=2)
     model = plan.model
@@ -56,5 +56,5 @@ def calls_without_plan() -> Found:
         assert not [one for one in caught if "was prepared" in str(one.message)]
         found["of the last plan"] = data_shard()
     found["warned"] = [str(one.message) for one in caught if "was prepared" in str(one.message)]
-    forget()
+    reset_current_strategy()
     return found

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pytest
 
 from distflow.testing.waiting import wait_until
-from distflow.train.strategies.description import forget
+from distflow.train.strategies.description import reset_current_strategy
 from preloaded import Preloaded, start_preloaded
 
 DEADLINE_S = 120.0
@@ -27,7 +27,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "src"
 @pytest.fixture(autouse=True)
 def _no_strategy_is_left_to_the_next_test() -> Iterator[None]:
     yield
-    forget()
+    reset_current_strategy()
 
 
 class Run:

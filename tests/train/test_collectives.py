@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distflow.testing.waiting import wait_until
-from distflow.train.communication.collectives import where
+from distflow.train.communication.collectives import current_collective
 from train.conftest import DEADLINE_S, Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def entry(number: int, operation: str, state: str, *, retired: bool = False, p2p
     ids=["none", "over", "waits", "queued", "sends", "other name"],
 )
 def test_the_first_that_has_not_ended_is_where_it_is(entries: list[dict[str, Any]], place: tuple[int, str, bool, int]) -> None:
-    assert tuple(where(entries).values()) == place
+    assert tuple(current_collective(entries).values()) == place
 
 
 SCRIPT = """

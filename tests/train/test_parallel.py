@@ -12,7 +12,7 @@ from torch import nn
 
 from distflow import train
 from distflow.train.parallel import ParallelPlan, parallelize
-from distflow.train.strategies.description import forget, make_strategy, place
+from distflow.train.strategies.description import make_strategy, reset_current_strategy, resolve_strategy
 from distflow.train.strategies.options import MESH_SIZES, OPTIONS, STRATEGIES
 
 pytestmark = pytest.mark.torch
@@ -34,14 +34,14 @@ def test_the_classes_have_the_options_of_the_spec() -> None:
     ],
 )  # fmt: skip
 def test_a_class_says_what_the_spec_says(given: train.StrategyOptions, kind: str, options: dict[str, object]) -> None:
-    assert place(given, 4) == make_strategy(kind, 4, options)
+    assert resolve_strategy(given, 4) == make_strategy(kind, 4, options)
 
 
 def test_a_misspelled_option_is_refused() -> None:
     with pytest.raises(TypeError, match="bucket_cap"):
         train.DDP(bucket_cap=5)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="mixed_precision is 'bf17'"):
-        place(train.FSDP(mixed_precision="bf17"), 2)  # type: ignore[arg-type]
+        resolve_strategy(train.FSDP(mixed_precision="bf17"), 2)  # type: ignore[arg-type]
 
 
 def test_a_plan_gives_the_data_of_its_own_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_former_function_does_the_same_and_warns(name: str) -> None:
         assert caught[0].filename == __file__
         assert result == new(plan)
     finally:
-        forget()
+        reset_current_strategy()
 
 
 def test_the_former_parallelize_takes_options_by_name() -> None:
@@ -86,4 +86,4 @@ def test_the_former_parallelize_takes_options_by_name() -> None:
         with pytest.warns(DeprecationWarning, match="parallelize"), pytest.raises(ValueError, match="no option 'bucket_cap'"):
             train.parallelize(nn.Linear(2, 1), bucket_cap=1)
     finally:
-        forget()
+        reset_current_strategy()

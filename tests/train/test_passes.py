@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train import finish
 from distflow.train.parallel import ParallelPlan, parallelize
-from distflow.train.strategies.description import data_shard, forget, make_strategy, set_current_strategy
+from distflow.train.strategies.description import data_shard, make_strategy, reset_current_strategy, set_current_strategy
 from distflow.train.strategies.sequences import part_of_sequences
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def test_tensors_without_a_second_dimension_have_no_sequences() -> None:
 
 
 def test_a_teacher_that_was_made_first_changes_nothing() -> None:
-    forget()
+    reset_current_strategy()
     set_current_strategy(make_strategy("none", 1), rank=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -100,7 +100,7 @@ IDS, MASK = torch.arange(12.0).reshape(6, 2) / 12, torch.tensor([[1.0, 0.0], [1.
 
 @pytest.mark.parametrize("kind", ["mapping", "user mapping", "tuple", "list"])
 def test_batches_of_several_tensors_are_cut_as_one_tensor_is(kind: str) -> None:
-    forget()
+    reset_current_strategy()
     targets = {"labels": torch.ones(6, 1)}
     inputs = {
         "mapping": {"ids": IDS, "mask": MASK, "scale": 0.5}, "user mapping": UserDict({"ids": IDS, "mask": MASK, "scale": 0.5}),

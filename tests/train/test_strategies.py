@@ -168,7 +168,7 @@ def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
     ("name", "message"),
     [
         ("bare", "modules without these methods: 1"),
-        ("tied", "stage 1 shares a parameter with an earlier one"),
+        ("tied", "`0.weight` (stage 0) and `1.weight` (stage 1) are one parameter"),
         ("partly", "only partly on the meta device: 1.weight is not"),
         ("forgotten", "0 (_Scale) does not initialize its tensor table"),
         ("traced", "a model on the meta device cannot be traced"),

@@ -490,7 +490,7 @@ def test_all_ranks_meet() -> None:
 
 def test_missing_ranks_are_named() -> None:
     """By rank 0 at least: with it goes the store that another one would ask."""
-    assert meet([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not join within 1 s"
+    assert meet([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not join within 1 s: check their output, or raise start_timeout"
 
 
 def test_a_rank_that_is_there_twice_is_named() -> None:

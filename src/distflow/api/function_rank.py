@@ -68,7 +68,8 @@ def _leave_group() -> None:
     """Close the process group of torch if the function left it open: its threads may abort a process that is exiting."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        gc.collect()  # deleting a model with the last reference to the group could hang: pytorch/pytorch#56297
+        # Delete unused models first: one that has the last reference to the group could hang (pytorch/pytorch#56297).
+        gc.collect()
         distributed.destroy_process_group()
 
 

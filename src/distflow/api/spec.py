@@ -67,7 +67,7 @@ class Timeouts(_Part, frozen=True):
 
 
 class Retry(_Part, frozen=True):
-    """The number of retries of a group, the delays before them, and the number of failures on a node before others are used."""
+    """The number of retries of a group, the delays before them, and the number of failures on a node before it is avoided."""
 
     limit: Count | None = None
     backoff: Duration | None = None
@@ -271,7 +271,7 @@ class Spec(_Part, frozen=True):
     variables: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the spec as the mapping that its YAML contains. Raises ``InputError`` for a value that YAML does not have."""
+        """Return the spec as the mapping that its YAML contains. Raises ``InputError`` if YAML cannot represent a value."""
         workflow: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_encode)
         variables = workflow.pop("variables", None)
         return {"workflow": workflow} | ({"default-values": variables} if variables else {})

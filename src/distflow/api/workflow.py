@@ -674,7 +674,7 @@ def list_workflows(
     """
     statuses = _several(status)
     search = Search(
-        ends=workflows.ends_of(statuses) if statuses else None,
+        statuses=workflows.ends_of(statuses) if statuses else None,
         name=name,
         pools=_several(pool),
         tags=_several(tag),

@@ -38,6 +38,7 @@ __all__ = [
     "Collected",
     "Collecting",
     "Ended",
+    "InputNotFetched",
     "LeaseObservation",
     "LeaseRefused",
     "LeaseRequest",
@@ -48,7 +49,6 @@ __all__ = [
     "NodeDown",
     "NodeObservation",
     "NodeUp",
-    "NotBrought",
     "Observation",
     "OutputLost",
     "OutputWaits",
@@ -258,7 +258,7 @@ class PrepareFailed(_OfAttempt, frozen=True, kw_only=True):
     """Whether an input was the cause."""
 
 
-class NotBrought(_OfAttempt, frozen=True, kw_only=True):
+class InputNotFetched(_OfAttempt, frozen=True, kw_only=True):
     """The node cannot fetch an input itself. The attempt has no other problem."""
 
     number: int
@@ -330,7 +330,8 @@ class Collected(_OfAttempt, frozen=True, kw_only=True):
     """Names of files that were left out: sockets, pipes and devices, and in a checkpoint also files that kept changing, and
     links that lead out of its directory but not to a file. After three names, the number of the others."""
     is_everywhere: bool = False
-    """Whether the archive stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
+    """Whether the archive was not copied to this machine, because every node of the pool has it: on a shared file system, or
+    because the pool has only one node."""
 
 
 class CollectFailed(_OfAttempt, frozen=True, kw_only=True):
@@ -355,9 +356,7 @@ class OutputWaits(_OfAttempt, frozen=True, kw_only=True):
 class Unanswered(_OfAttempt, frozen=True, kw_only=True):
     """A command to prepare, start, stop or release has no result yet.
 
-    The connection broke, or the agent answered a stop or a release with an error.
-
-    The node may or may not have executed it.
+    The connection broke, or the agent answered a stop or a release with an error. The node may or may not have executed it.
     """
 
 
@@ -371,7 +370,7 @@ NodeObservation = NodeUp | NodeDown
 LeaseObservation = Leased | LeaseRefused | LeaseWaits
 VenvObservation = VenvProgress | VenvBuilt | VenvFailed
 AttemptObservation = (
-    Staging | Prepared | PrepareFailed | NotBrought | Started | StopAccepted | Ended | Released | Absent
+    Staging | Prepared | PrepareFailed | InputNotFetched | Started | StopAccepted | Ended | Released | Absent
     | Collecting | Collected | CollectFailed | CollectUnanswered | LogComplete | OutputLost | OutputWaits | Unanswered
 )  # fmt: skip
 Observation = NodeObservation | LeaseObservation | VenvObservation | AttemptObservation
@@ -414,7 +413,7 @@ NO_EXIT_CODES: Mapping[Any, int] = MappingProxyType({})
 class Backend(Protocol):
     """Runs plans on one pool.
 
-    Contract, held by ``tests/contract/test_backend.py``:
+    Contract, checked by ``tests/contract/test_backend.py``:
 
     1. Only ``deliver`` and ``close`` block. All observations, answers included, go to the backend's sink.
     2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``, and every ``build_venv`` by ``VenvBuilt`` or
@@ -490,7 +489,7 @@ class Backend(Protocol):
         """Copy the output of an ended attempt to this machine's blob store.
 
         With ``checkpoint``, copy that checkpoint from the directory ``place`` of the attempt, which may still run.
-        ``for_nodes``: only nodes will need it, so it may stay where all of them see it.
+        ``for_nodes``: only nodes will need it, so it is not copied if every node of the pool has it.
         """
         ...
 

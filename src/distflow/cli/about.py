@@ -35,9 +35,7 @@ def schema(
     config: Annotated[bool, typer.Option("--config", help="Print the schema of the configuration, distflow.yaml.")] = False,
     output: Annotated[
         _Output | None,
-        typer.Option(
-            "--output", help="Print the schema of this command's output with --format-type json, or of notifications."
-        ),
+        typer.Option("--output", help="Print the schema of the JSON output of the named command, or of notifications."),
     ] = None,
 ) -> None:
     """Print the JSON Schema of workflow specs, for editors and other tools."""

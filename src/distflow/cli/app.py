@@ -1,8 +1,7 @@
 """The root of the command line, which handles the errors of all commands.
 
 The module of a command is imported when the command is called. This keeps ``distflow --help`` fast. Results go
-to standard output, and messages go to standard error. ``errors`` lists the exit codes of errors. Ctrl-C
-gives 130.
+to standard output, and messages go to standard error. ``distflow.errors`` lists the exit codes of errors. Ctrl-C gives 130.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from distflow.errors import DistflowError, InputError, WorkflowEnded
 
 __all__ = ["app", "main", "repeat_options", "run", "wants_json"]
 
-_FULL, _BUG, _INTERRUPTED = 5, 70, 130
+_DISK_FULL, _BUG, _INTERRUPTED = 5, 70, 130
+"""Exit codes of errors that are not a ``DistflowError``."""
 
 _SEARCH = ("--status", "-s", "--user", "-u", "--pool", "-p", "--priority")
 _LISTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
@@ -340,7 +340,7 @@ def _handle_other_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         unnamed = f"{state_directory_of(os.environ).path} or the directory for temporary files (TMPDIR)"
         where = error.filename2 or error.filename or unnamed
         _print_error(f"error: {where}: {error.strerror}; free some space and try again")
-        return _FULL
+        return _DISK_FULL
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code

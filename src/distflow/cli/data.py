@@ -134,7 +134,8 @@ def list_command(
             # File names can contain bytes that are not UTF-8. Write these bytes unchanged.
             file.write_text(text, encoding="utf-8", errors="surrogateescape")
         except OSError as error:
-            raise InputError(f"{file}: {error.strerror}") from error
+            hint = "name a file in a directory that you can write to"
+            raise InputError(f"`{file}` cannot be written: {error.strerror}", hint=hint) from error
     else:
         print(text, end="")
     if format_type is Format.TEXT:
@@ -210,7 +211,8 @@ def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) ->
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(measured, indent=2) + "\n")
     except OSError as error:
-        raise InputError(f"--benchmark-out: {error.filename or path}: {error.strerror}") from error
+        message = f"--benchmark-out: `{error.filename or path}` cannot be written: {error.strerror}"
+        raise InputError(message, hint="name a directory that you can write to") from error
 
 
 def _rows(url: StorageUrl, found: Sequence[SelectedObject], recursive: bool) -> list[dict[str, object]]:

@@ -137,8 +137,8 @@ def reap(
 ) -> None:
     """Stop orphan processes and containers of earlier attempts, and jobs of ended workflows on a cluster.
 
-    Running tasks of any user are never touched. Leftovers of another root directory or user are listed, but not stopped. With
-    --node, only processes and containers are stopped.
+    Running tasks of any user are never touched. Leftovers of another root directory or user, and jobs that were submitted with
+    another state directory, are listed, but not stopped. With --node, only processes and containers are stopped.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
@@ -151,7 +151,7 @@ def reap(
         _show_reaped(results, len(chosen), dry_run, ids)
     commands = [pool_check_command(one.name, node.name, hostfile=hostfile) for one, node in chosen]
     commands += [pool_check_command(one.node) for one in jobs]
-    error = _worst_error(results, commands, ids)
+    error = _first_error(results, commands, ids)
     if error is None:
         return
     if format_type is Format.JSON:
@@ -160,8 +160,11 @@ def reap(
     raise error
 
 
-def _worst_error(results: Sequence[Reaped], commands: Sequence[str], ids: Mapping[str, str]) -> DistflowError | None:
-    """Return the first error, or ``None``. ``commands`` has the command that checks the node or pool of each result."""
+def _first_error(results: Sequence[Reaped], commands: Sequence[str], ids: Mapping[str, str]) -> DistflowError | None:
+    """Return the first error of a node or pool, or else of a leftover, or ``None``.
+
+    ``commands`` has the command that checks the node or pool of each result.
+    """
     for one, command in zip(results, commands, strict=True):
         if one.error:
             return NodeError(one.node, replace_uuids(one.error, ids), hint=f"details: {command}")

@@ -49,7 +49,7 @@ EnvOption = Annotated[
 def parse_node_settings(
     python: str | None, setup: str | None, env: Sequence[str] | None, venv: str | None = None
 ) -> NodeSettings:
-    """Parse the values of these options.
+    """Parse the values of ``--python``, ``--setup``, ``--env`` and ``--venv``.
 
     Raises ``InputError``, or ``ProblemsFound`` for the requirements file ``venv``.
     """

@@ -40,7 +40,7 @@ def _notify() -> None:
 
 @app.command("list", epilog="Examples: distflow notify list  ·  distflow notify list train.yaml -t json")
 def list_command(file: _SpecArgument = None, format_type: FormatOption = Format.TEXT) -> None:
-    """List the entries, without their secrets, and the first problem of each."""
+    """List the entries of `notify`, without their secrets, and the first problem of each."""
     with open_client() as client:
         targets = find_notify_targets(client, file)
         problems = [next((one.message for one in target_problems(client, [target])), "") for target in targets]

@@ -352,8 +352,8 @@ def set_preference(
     configuration, if the configuration has a pool of this name.
 
     `notify` replaces the targets in your profile. distflow notifies them of each workflow that you submit. It also notifies the
-    targets in the configuration and the spec. A target is the name of a credential whose value is a URL, or an entry as in a
-    spec.
+    targets in the configuration and the spec. A target is the name of a credential whose value is a URL, or an entry of
+    `notify` in YAML, as in the configuration.
     """
     _check_key(key)
     if key == "notify":

@@ -103,7 +103,7 @@ def run_command(
             "--gpus",
             min=0,
             help="GPUs of each node. Default: as in the sbatch script, else one for each process if you give their number, "
-            "else all GPUs in the pool or hostfile.",
+            "else the number that the nodes of the pool or hostfile have.",
         ),
     ] = None,
     ranks: RanksOption = None,

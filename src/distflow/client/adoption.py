@@ -108,7 +108,7 @@ def adopt(
         SupervisorError: if the supervisor does not start.
 
     """
-    choose_nodes(client, pool, hosts=hosts)  # raises `NotFound` before anything is changed
+    choose_nodes(client, pool, hosts=hosts)  # raises errors of `pool` and `hosts` before anything is changed
     directory = find_state_directory(client.environ) if is_dry_run else client.writable_directory()
     aside = _set_aside(directory, is_dry_run)
     known = frozenset() if aside is not None or not directory.store.exists() else client.store.uuids()

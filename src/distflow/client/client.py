@@ -24,7 +24,7 @@ __all__ = ["Client", "now", "state_directory_of", "user_name"]
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch (UTC). Changes of the machine's clock after the start have no effect."""
+    """Return the time in seconds since the epoch (UTC). Later changes of the machine's clock do not affect it."""
     from distflow.backends import steady
 
     return steady.now()
@@ -130,7 +130,7 @@ class Client:
 
             self._store = Store(self.directory.store)
             if self._store.is_read_only:
-                self.notify(f"note: {self._store.path} is not writable: no supervisor is started, and its content may be old")
+                self.notify(f"note: {self._store.path} is not writable: no supervisor is started, and every status may be old")
         return self._store
 
     @property
@@ -198,8 +198,9 @@ class Client:
         return load_hostfile(hostfile)
 
     def credentials_for(self) -> CredentialsFor:
-        """Return a function that finds credentials: stored ones of this user, or else those of the environment or driver.
+        """Return a function that finds this user's stored credentials for the profile of a URL.
 
+        It returns ``None`` if there are none; the storage driver then uses the environment, files and roles of this machine.
         Raises ``StateError`` if another user owns the state directory with the stored credentials.
         """
         from distflow.state.credentials import data_credentials

@@ -50,7 +50,7 @@ def group_names(client: Client, workflow: str) -> list[str]:
 
 
 def metric_names(client: Client, workflow: str) -> list[str]:
-    """Return the names of a workflow's latest metrics and resource samples. Raises ``NotFound`` if it does not exist."""
+    """Return the names of the latest metrics and resource samples. Raises ``NotFound`` if the workflow does not exist."""
     from distflow.client.workflows import read_status
 
     record = _find(client, workflow)
@@ -75,7 +75,7 @@ def pool_names(client: Client) -> list[str]:
 
 
 def node_names(client: Client, *, pools: Collection[str] = (), hostfile: str | None = None) -> list[str]:
-    """Return the names of the nodes of pools. The hosts of a hostfile are the nodes of the default pool. Default: all pools.
+    """Return the names of the nodes of ``pools``, or of all pools. The hosts of a hostfile are the nodes of the default pool.
 
     Raises ``ProblemsFound`` if the configuration or the hostfile is wrong.
     """

@@ -83,7 +83,7 @@ _UNFIT: Mapping[CredentialType, str] = {
 
 
 def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
-    """Return a problem for each credential of a spec that is missing on this machine, lacks a key, or has an unfit type.
+    """Return a problem for each credential of a spec that does not exist, lacks a key, or has a type that tasks cannot use.
 
     Args:
         client: The client whose credentials the spec may use.

@@ -128,7 +128,7 @@ def download_data(
 
 
 def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[SelectedObject]:
-    """Return the objects at a URL. The list is empty if there are none; for a web URL, ``StorageError`` is raised.
+    """Return the objects at a URL. If there are none, the list is empty, or a web URL raises ``StorageError``.
 
     Args:
         client: The client whose credentials are used.

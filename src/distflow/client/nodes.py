@@ -86,7 +86,7 @@ def choose_nodes(
         must_exist: Whether an empty result is an error.
 
     Raises:
-        InputError: if the pool cannot use ``hosts``, or with ``must_exist``, if engines choose the nodes of all chosen pools.
+        InputError: if the pool cannot use ``hosts``, or with ``must_exist``, if Slurm, Kubernetes or Ray choose the nodes.
         NotFound: if a pool or a node does not exist.
         ProblemsFound: if the configuration is wrong.
 
@@ -98,8 +98,8 @@ def choose_nodes(
     for name in names or ():
         if all(node.name != name for _, node in nodes):
             known = [node.name for _, node in nodes]
-            where = f" of pool {pool!r}" if pool is not None else ""
-            raise NotFound(f"there is no node {name!r}{where}", hint=did_you_mean(name, known, what="nodes"))
+            where = f" of pool `{pool}`" if pool is not None else ""
+            raise NotFound(f"there is no node `{name}`{where}", hint=did_you_mean(name, known, what="nodes"))
     if must_exist and not nodes:
         hint = f"to end leftover jobs: distflow node reap --pool {pools[0].name}"
         raise InputError(f"pool `{pools[0].name}` has no nodes of its own, because {pools[0].backend} chooses them", hint=hint)

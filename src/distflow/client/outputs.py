@@ -285,7 +285,8 @@ def _make_folders(folders: Mapping[str, Path]) -> None:
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{error.filename or 'the directory'}: {directory_problem(error)}") from error
+        message = f"cannot write to {error.filename or 'the directory'}: {directory_problem(error)}"
+        raise StorageError(message, hint="choose another directory") from error
 
 
 class _Progress:

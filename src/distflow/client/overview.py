@@ -26,9 +26,9 @@ class GpuState(Struct, frozen=True, kw_only=True):
 
     index: int
     task: str | None
-    """The task that uses it, such as ``digits-3/worker``; ``None`` if none of this user's tasks does."""
+    """The task of this store that uses it, such as ``digits-3/worker``, or ``None``."""
     state: str | None = None
-    """``free``, ``mine``, ``other`` or ``foreign`` (see ``GpuUse``); ``None`` if unknown. ``mine`` needs no query."""
+    """``free``, or the state of its use (see ``GpuUse``). ``None`` if ``task`` is ``None`` and the node has not answered."""
     by: str = ""
     """The task or process that uses it, as the node reports it; empty if ``task`` is set, or if it is free or unknown."""
     values: Mapping[str, float]

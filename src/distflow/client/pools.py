@@ -136,9 +136,9 @@ def find_node(
     ]
     found = [one for one in members if one.node.name == name and platform in (None, one.node.platform)]
     if not found:
-        where = (f" of pool {pool!r}" if pool else "") + (f" of platform {platform!r}" if platform else "")
+        where = (f" of pool `{pool}`" if pool else "") + (f" of platform `{platform}`" if platform else "")
         raise NotFound(
-            f"there is no node {name!r}{where}", hint=did_you_mean(name, [one.node.name for one in members], what="nodes")
+            f"there is no node `{name}`{where}", hint=did_you_mean(name, [one.node.name for one in members], what="nodes")
         )
     return found
 
@@ -190,7 +190,7 @@ def check_pool(
 ) -> PoolCheck:
     """Measure the nodes of a pool and check whether a gang can run on them. This starts no task and reserves no GPU.
 
-    If an engine chooses the nodes of the pool, check the engine instead.
+    If an engine (Slurm, Kubernetes or Ray) chooses the nodes of the pool, check the engine instead.
 
     Args:
         client: The client whose configuration has the pool.
@@ -221,7 +221,7 @@ def check_pool(
     known = [node.name for node in pool.nodes]
     for node in nodes:
         if node not in known:
-            raise NotFound(f"pool {pool.name!r} has no node {node!r}", hint=did_you_mean(node, known, what="nodes"))
+            raise NotFound(f"pool `{pool.name}` has no node `{node}`", hint=did_you_mean(node, known, what="nodes"))
     return check_pool_nodes(
         pool, nodes or known, all_reduce=all_reduce, paths=paths, venv=pool.given.venv or pool.venv, on_progress=on_progress
     )
@@ -289,7 +289,7 @@ def prefer_pool(client: Client, name: str | None) -> None:
     if name is not None:
         known = client.configuration(profile=False).pools
         if name not in known:
-            raise NotFound(f"there is no pool {name!r}", hint=did_you_mean(name, known, what="pools"))
+            raise NotFound(f"there is no pool `{name}`", hint=did_you_mean(name, known, what="pools"))
     write_profile(client.writable_directory().profile, "pool", name)
 
 

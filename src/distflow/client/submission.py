@@ -223,7 +223,7 @@ def plan_checked(
 
 
 def with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedSpec:
-    """Return the spec with these variables in every task. Raises ``ProblemsFound`` if its ranks do not allow them."""
+    """Return the spec with these variables in every task. Raises ``ProblemsFound`` if the rank layout does not allow them."""
     if not given:
         return checked
     added = {name: Text(value, Mark("--env")) for name, value in given.items()}
@@ -250,10 +250,8 @@ def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None
 def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Mapping[str, str]) -> None:
     """Check that nodes of a planned workflow have the ``modules`` and the minor version of Python of this program.
 
-    Functions can only be unpickled with the same minor version.
-
-    This queries all nodes that may get a task. Nodes that do not answer soon, and nodes that an engine allocates later, are
-    not checked.
+    Functions can only be unpickled with the same minor version. This queries all nodes that may get a task. Nodes that do not
+    answer soon, and nodes that an engine allocates later, are not checked.
 
     Args:
         planned: The planned workflow.

@@ -258,7 +258,7 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
         if name not in known:
             from distflow.documents.text import did_you_mean
 
-            raise NotFound(f"{record.id} has no task {name!r}", hint=did_you_mean(name, known, what="tasks"))
+            raise NotFound(f"{record.id} has no task `{name}`", hint=did_you_mean(name, known, what="tasks"))
     chosen = set(names)
     for rank in ranks:
         holders = {task.name for _, task in tasks if rank in held_ranks(task.ranks)}
@@ -408,7 +408,7 @@ def wait(
             late = [record for record in records if not record.state.is_final]
             hint = [line for record in late for line in on_timeout(record)]
             raise WaitTimeout(
-                f"not ended within {timeout_s:g} s: {', '.join(record.id for record in late)}",
+                f"{', '.join(one.id for one in late)} {'has' if len(late) == 1 else 'have'} not ended within {timeout_s:g} s",
                 hint="\n".join([*hint, f"the supervisor continues to run; its log: {client.directory.supervisor_log}"]),
             )
         polls += 1
@@ -490,7 +490,7 @@ def group_of(record: WorkflowRecord, name: str) -> GroupRecord:
     if name not in known:
         from distflow.documents.text import did_you_mean
 
-        raise NotFound(f"{record.id} has no group {name!r}", hint=did_you_mean(name, known, what="groups"))
+        raise NotFound(f"{record.id} has no group `{name}`", hint=did_you_mean(name, known, what="groups"))
     return record.group(name)
 
 

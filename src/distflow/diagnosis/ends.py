@@ -99,7 +99,7 @@ GUARD_DIED = Rule(
     "(`KillUserProcesses=no` in the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or "
     "let `exitActions: {RESCHEDULE: 3002}` of the tasks restart the gang.",
 )
-NO_TURN = Rule(
+QUEUE_TIMEOUT = Rule(
     key="queue-timeout",
     shows="the reason QUEUE_TIMEOUT",
     cause="the group waited for nodes longer than its queue_timeout",
@@ -107,8 +107,8 @@ NO_TURN = Rule(
     "Raise `timeout: {queue_timeout: …}`, request less, or submit the workflow with a higher priority.",
 )
 END_RULES = (
-    NO_PROGRAM, NOT_STARTED, MEMORY_LIMIT, NO_IMAGE, NO_DATA, KILLED, CRASHED, LOST, GUARD_DIED, NO_TURN, TOO_LONG, SLOW_START,
-    HIDDEN,
+    NO_PROGRAM, NOT_STARTED, MEMORY_LIMIT, NO_IMAGE, NO_DATA, KILLED, CRASHED, LOST, GUARD_DIED, QUEUE_TIMEOUT, TOO_LONG,
+    SLOW_START, HIDDEN,
 )  # fmt: skip
 """In the order of the table in `docs/diagnosis.md`."""
 
@@ -121,7 +121,7 @@ _BY_REASON = MappingProxyType(
         Reason.DATA: NO_DATA,
         Reason.NODE_LOST: LOST,
         Reason.INTERNAL: GUARD_DIED,
-        Reason.QUEUE_TIMEOUT: NO_TURN,
+        Reason.QUEUE_TIMEOUT: QUEUE_TIMEOUT,
         Reason.EXEC_TIMEOUT: TOO_LONG,
         Reason.START_TIMEOUT: SLOW_START,
     }

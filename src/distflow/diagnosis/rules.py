@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
         "`init_device_mesh`), or request more ranks. With `strategy:` in the spec this is checked before anything starts.",
         patterns=_any(
             r"Mesh should not be bigger than default world size (?P<world>\d+), but found (?P<mesh>\d+) ranks",
-            r"the strategy is for .* = (?P<mesh>\d+) ranks, but there are (?P<world>\d+)",
+            r"the strategy is for (?P<mesh>\d+) ranks(?: \([^)]*\))?, but there are (?P<world>\d+)",
         ),
         explain=explanations.mesh,
     ),
@@ -185,7 +185,7 @@ RULES: tuple[Rule, ...] = (
         key="disk-full",
         shows="`No space left on device`; of `torch.save`, `inline_container.cc … unexpected pos`",
         cause="a disk is full",
-        remedy="Run `df -h` on the node. `distflow node clean` removes old attempts, and `keep_last` limits checkpoints.",
+        remedy="Run `df -h` on the node. `distflow node clean` removes old workflows, and `keep_last` limits checkpoints.",
         patterns=_any(r"No space left on device", r"inline_container\.cc:\d+\].*unexpected pos \d+ vs \d+"),
     ),
     Rule(

@@ -65,7 +65,7 @@ def parse_notify(owner: View, *, allows_commands: bool) -> tuple[NotifyTarget, .
     for entry in owner.views("notify"):
         given = [key for key in _TARGETS if entry.has(key)]
         if "command" in given and not allows_commands:
-            continue  # reported as a difference from the schema
+            continue  # reported by the check against the schema
         if len(given) != 1:
             message = "the entry of `notify` has " + (f"both `{given[0]}` and `{given[1]}`" if given else "no target")
             targets = "`url`, `credential` or `command`" if allows_commands else "`url` or `credential`"
@@ -93,6 +93,7 @@ def _target(entry: View) -> NotifyTarget:
 
 
 def _is_url_valid(entry: View) -> bool:
+    """Return whether the URL can be used, and add a finding if it cannot or if it is a secret."""
     url = entry.string("url")
     if url is None:
         return True

@@ -135,7 +135,7 @@ class TrainerClient:
         return self._submit(name, trainer, read_options(options))
 
     def list_jobs(self, runtime: Runtime | None = None) -> list[TrainJob]:
-        """Return the jobs of all clients of this user without deleted ones, newest first; with a runtime, only its jobs."""
+        """Return this user's jobs of all clients, except deleted ones, newest first; with a runtime, only its jobs."""
         labels = {JOB_LABEL: "*"} | ({} if runtime is None else {RUNTIME_LABEL: runtime_name(runtime)})
         with _client() as client:
             # `distflow workflow restart` adds a workflow to a job. Only the newest workflow of each job counts.

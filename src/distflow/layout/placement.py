@@ -101,10 +101,10 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     """
     if shared:
         demands = [replace(demand, spread=None) for demand in demands]
-    asks = [_request_of(demand) for demand in demands]
-    chosen, left = _greedy(demands, asks, nodes)
+    requests = [_request_of(demand) for demand in demands]
+    chosen, left = _greedy(demands, requests, nodes)
     # If all tasks request the same, the greedy placement is the best one already.
-    if left and len(set(asks)) > 1:
+    if left and len(set(requests)) > 1:
         chosen = _matched(demands, nodes) or _searched(demands, nodes) or chosen
     if len(chosen) == len(demands):
         names = {demands[task].task: nodes[at].node for task, at in sorted(chosen.items())}
@@ -113,12 +113,12 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     for task, at in chosen.items():
         placed.setdefault(at, []).append(task)
     unplaced = [task for task in range(len(demands)) if task not in chosen]
-    examples = {asks[task]: demands[task] for task in unplaced}
-    reasons = {ask: _reasons(demand, demands, nodes, placed) for ask, demand in examples.items()}
-    return tuple(Unplaced(task=demands[task].task, reasons=reasons[asks[task]]) for task in unplaced)
+    examples = {requests[task]: demands[task] for task in unplaced}
+    reasons = {request: _reasons(demand, demands, nodes, placed) for request, demand in examples.items()}
+    return tuple(Unplaced(task=demands[task].task, reasons=reasons[requests[task]]) for task in unplaced)
 
 
-def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
+def _greedy(demands: Sequence[Demand], requests: Sequence[_Request], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
     """Place each task on the first node that fits. Return the index of each task's node, and the tasks without a node."""
     chosen: dict[int, int] = {}
     left: list[int] = []
@@ -127,7 +127,7 @@ def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence
     start = 0
     for task, demand in enumerate(demands):
         # Nodes that did not fit the previous task do not fit an equal one.
-        if task and asks[task] != asks[task - 1]:
+        if task and requests[task] != requests[task - 1]:
             start = 0
         for at in range(start, len(state)):
             if (at, demand.spread) not in held and not _lacks(demand, state[at]):
@@ -152,21 +152,21 @@ def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]
     fitting = [[at for at, node in enumerate(nodes) if not _lacks(demand, node)] for demand in demands]
     taken: dict[int, int] = {}
     for start in range(len(demands)):
-        came: dict[int, int] = {}
+        reached_from: dict[int, int] = {}
         queue = [start]
         end = None
         while queue and end is None:
             task = queue.pop(0)
             for at in fitting[task]:
-                if at in came:
+                if at in reached_from:
                     continue
-                came[at] = task
+                reached_from[at] = task
                 if at not in taken:
                     end = at
                     break
                 queue.append(taken[at])
         while end is not None:
-            task = came[end]
+            task = reached_from[end]
             before = next((at for at, holder in taken.items() if holder == task), None)
             taken[end] = task
             end = before
@@ -303,7 +303,7 @@ def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool
         return place(demands, nodes, shared=shared)
     kept = list(wishes)
     while True:
-        found = _place_in_units(demands, nodes, kept, shared=shared)
+        found = _place_on_labels(demands, nodes, kept, shared=shared)
         preferred = [wish for wish in kept if not wishes[wish]]
         if isinstance(found, Placement) or not preferred:
             return found
@@ -319,16 +319,17 @@ def _wishes(demands: Sequence[Demand]) -> dict[_Wish, bool]:
     return wishes
 
 
-def _place_in_units(
+def _place_on_labels(
     demands: Sequence[Demand], nodes: Sequence[Free], wishes: Sequence[_Wish], *, shared: bool
 ) -> Placement | tuple[Unplaced, ...]:
+    """Place tasks so that nodes satisfy all topology requests in ``wishes``: try each combination of label values."""
     missing = [key for key, _ in wishes if not any(key in node.labels for node in nodes)]
     if missing:
         first = next(demand for demand in demands if any(near.key == missing[0] for near in demand.near))
         return (Unplaced(task=first.task, reasons=(f"no node has the label `{missing[0]}`, which its `topology` requests",)),)
     best: tuple[Unplaced, ...] | None = None
-    for units in islice(_choices(nodes, wishes), _TRIES):
-        asked = [replace(demand, labels={**demand.labels, **_labels(demand, units)}) for demand in demands]
+    for values in islice(_choices(nodes, wishes), _TRIES):
+        asked = [replace(demand, labels={**demand.labels, **_labels(demand, values)}) for demand in demands]
         found = place(asked, nodes, shared=shared)
         if isinstance(found, Placement):
             return found
@@ -346,5 +347,5 @@ def _choices(nodes: Sequence[Free], wishes: Sequence[_Wish]) -> Iterator[Mapping
         yield dict(zip(wishes, chosen, strict=True))
 
 
-def _labels(demand: Demand, units: Mapping[_Wish, str]) -> dict[str, str]:
-    return {near.key: units[near.key, near.group] for near in demand.near if (near.key, near.group) in units}
+def _labels(demand: Demand, values: Mapping[_Wish, str]) -> dict[str, str]:
+    return {near.key: values[near.key, near.group] for near in demand.near if (near.key, near.group) in values}

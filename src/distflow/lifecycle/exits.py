@@ -62,7 +62,7 @@ Codes = tuple[tuple[int, int], ...]
 
 
 class Action(str, Enum):
-    """What an exit code means for a task."""
+    """The effect of an exit code on a task or its group."""
 
     COMPLETE = "COMPLETE"
     """It counts as a success."""

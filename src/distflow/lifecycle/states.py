@@ -112,7 +112,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.INTERNAL: "distflow itself, or one of its processes on the node, failed",
     }
 )
-"""What each reason means, as a phrase without a capital letter and a full stop."""
+"""The meaning of each reason, as a phrase without a capital letter and a full stop."""
 
 OSMO_STATUSES = frozenset({
     "SUBMITTING", "WAITING", "PENDING", "PROCESSING", "SCHEDULING", "INITIALIZING", "RUNNING", "RESCHEDULED", "COMPLETED",

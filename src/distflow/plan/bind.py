@@ -62,7 +62,8 @@ def bind_task(
         # No interface has the address itself, so torch and NCCL must choose one.
         environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
     container = container_of(launch, node, fill)
-    # In a container, a directory of the node may have another path, so the node does not check its mounts.
+    # The node checks a container's mounts before it starts the container. If Slurm or Kubernetes has started the container, the
+    # directories of the node may have other paths in it.
     is_inside = container is not None or (launch.image is not None and node.container == "engine")
     mounts = () if is_inside else tuple(fill(mount).partition(":")[0] for mount in launch.mounts)
     return BoundLaunch(

@@ -1,11 +1,11 @@
 """Files, variables and programs for tasks that were written for Valohai or OSMO.
 
-Valohai: programs for its distributed tasks find the other tasks without a change. They use the package ``valohai-utils``, which
-reads ``distributed.json`` or ``distributed.yaml`` in the directory ``VH_CONFIG_DIR``. A *member* is a task, not a rank:
-eight GPUs of a node are one member. Members are numbered in the order of ranks, and tasks without ranks come last. By Valohai's
-rule the lowest ``member_id`` is the master, so the master is the task with rank 0, or the lead if no task has ranks. distflow
-knows one address of a member, so its public and its local address are equal. Format: the samples and the parser of
-https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
+Valohai: programs that were written for its distributed tasks run unchanged. They find the other tasks with the package
+``valohai-utils``, which reads ``distributed.json`` or ``distributed.yaml`` in the directory ``VH_CONFIG_DIR``. A *member* is a
+task, not a rank: eight GPUs of a node are one member. Members are numbered in the order of ranks, and tasks without ranks come
+last. By Valohai's rule the lowest ``member_id`` is the master, so the master is the task with rank 0, or the lead if no task
+has ranks. distflow knows one address of a member, so its public and its local address are equal. Format: the samples and the
+parser of https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
 
 OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. Some specs pass it to ``nslookup``,
 ``getent hosts``, ``dig`` or ``host``, which may fail for an address. If a task's texts contain such an address and mention one
@@ -63,9 +63,8 @@ def distributed_files(
     """Return ``distributed.json`` and ``.yaml`` of a task; empty for a task that is not a member.
 
     Both contain the same JSON text, which is also YAML (https://yaml.org/spec/1.2.2, section 1.3). ``values`` are the values of
-    placeholders by name, and ``places`` has the nodes and addresses of the members. What they do not contain stays a
-    placeholder. The files are created when a task is bound, and not stored, because their total size grows with the square of
-    the gang's size.
+    placeholders by name, and ``places`` has the nodes and addresses of the members. Other values stay placeholders. The files
+    are created when a task is bound, and not stored, because their total size grows with the square of the gang's size.
     """
     own = group.launch(task).member
     if own is None:

@@ -40,9 +40,8 @@ def compile_plan(
     """Return the plan of a spec.
 
     ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: the stored files, by ``FileSpec.bundle`` or
-    ``LIBRARY``.
-    ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all datasets.
-    ``venv`` are the packages of the tasks' Python environment.
+    ``LIBRARY``. ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all
+    datasets. ``venv`` are the packages of the tasks' Python environment.
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)
     groups = tuple(_with_venv(_with_datasets(group, datasets), venv) for group in groups)
@@ -186,8 +185,8 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    # Files that may be in a checkpoint must stay, because checkpoints are also copied after the task has ended. Files that a
-    # container could change must not reach tasks outside of it.
+    # Files do not move to a later attempt if a checkpoint may contain them, because checkpoints are also copied after the task
+    # has ended. Files that a container could change must not reach tasks outside of it.
     is_reusable = not checkpoints and task.image is None
     output_link = f"work/{task.output_dir}" if task.output_dir is not None else None
     outputs = ("output", *([normpath(output_link)] if output_link is not None else []))

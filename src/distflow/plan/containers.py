@@ -20,7 +20,7 @@ from distflow.spec.model import TaskSpec, Text, WorkflowSpec
 __all__ = ["container_notices", "container_of", "sharing_notices", "venv_notices", "venv_of"]
 
 
-_SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  each container already has these directories
+_DEFAULT_MOUNTS = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  each container already has these directories
 
 
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
@@ -34,7 +34,7 @@ def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Cont
     return Container(
         runtime=node.container,
         image=fill(launch.image),
-        mounts=tuple(mount for mount in mounts if mount not in _SHARED),
+        mounts=tuple(mount for mount in mounts if mount not in _DEFAULT_MOUNTS),
         privileged=launch.privileged,
         cpus=launch.resource.cpu if node.enforce_limits else None,
         memory=launch.resource.memory if node.enforce_limits else None,

@@ -173,7 +173,7 @@ _HOLD = ("sh", "-c", "echo 'this node is reserved: the lead task starts the proc
 
 
 def _mpi(task: WorldTask) -> StartCommand:
-    """Return the command under Open MPI's ``mpirun``, which passes the spec's variables, MASTER_ADDR and MASTER_PORT on.
+    """Return the command under Open MPI's ``mpirun``, which passes on the spec's variables, MASTER_ADDR and MASTER_PORT.
 
     The lead starts the processes on the other nodes through its own SSH connections. The other tasks only reserve their nodes.
     The lead's node must be able to log in to the other nodes without a password, and the program must have the same path on all

@@ -53,7 +53,7 @@ class SlurmScript(Struct, frozen=True, kw_only=True):
     files: Mapping[str, str]
     """The digest of each file that does not fit into the script, by the name that it must have in the directory ``NAME.files``.
 
-    ``NAME`` is the name of the script. By default, the script expects the directory where the job is submitted.
+    ``NAME`` is the name of the script. By default, this directory is in the directory from which the job is submitted.
     """
 
 

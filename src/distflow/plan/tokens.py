@@ -125,6 +125,7 @@ def _relative(path: str, tree: bool) -> re.Pattern[str]:
 
 
 def _end(tree: bool) -> str:
+    """Return a pattern for the end of a path: before text that does not continue it. A directory may be followed by ``/``."""
     return r"(?=/|(?![\w.-]))" if tree else r"(?![\w/-]|\.\w)"
 
 

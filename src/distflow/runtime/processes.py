@@ -21,18 +21,18 @@ __all__ = [
     "find_program",
     "has_variable",
     "hide_memory",
+    "is_alive",
     "is_below",
-    "is_same",
     "last_pid",
     "list_processes",
     "name_of",
     "only_descendants",
-    "open_many",
     "output_of",
+    "raise_descriptor_limit",
     "read_process",
     "reap",
     "rename_self",
-    "reset_limits",
+    "reset_descriptor_limit",
     "reset_signals",
     "started_at",
     "sync_file_system",
@@ -105,12 +105,12 @@ def rename_self(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
-def open_many() -> None:
+def raise_descriptor_limit() -> None:
     """Raise the limit of descriptors to the hard limit: for most logins, the soft limit is 1024."""
     _limit_files(_FILES[1])
 
 
-def reset_limits() -> None:
+def reset_descriptor_limit() -> None:
     """Restore the login's limit of descriptors: programs that call select() rely on it."""
     _limit_files(_FILES[0])
 
@@ -200,8 +200,8 @@ def list_processes() -> Iterator[Process]:
                 yield process
 
 
-def is_same(pid: int, start: int) -> bool:
-    """Return whether the process of this id and start time is alive."""
+def is_alive(pid: int, start: int) -> bool:
+    """Return whether the process with this id and start time is alive."""
     process = read_process(pid)
     return process is not None and process.start == start and process.is_alive
 

@@ -17,8 +17,8 @@ _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 """The header of a gzip member without a name and a time."""
 _LEVEL = 1
 """The level of zlib. Higher levels usually take longer than the transfer of the bytes that they save."""
-_SAMPLES = 4
-_SAMPLE = 4 << 10
+_SAMPLE_COUNT = 4
+_SAMPLE_BYTES = 4 << 10
 _DENSE = 0.9
 """A block is not compressed if compressed samples of it keep more than this share of their size."""
 
@@ -87,8 +87,8 @@ class ParallelGzip:
 
 def _is_dense(data: bytes) -> bool:
     """Return whether evenly spaced samples of a block can hardly be compressed; false for a block of less than 16 KiB."""
-    step = len(data) // _SAMPLES
-    if step < _SAMPLE:
+    step = len(data) // _SAMPLE_COUNT
+    if step < _SAMPLE_BYTES:
         return False
-    samples = b"".join(data[at : at + _SAMPLE] for at in range(step // 2, len(data) - _SAMPLE, step))
+    samples = b"".join(data[at : at + _SAMPLE_BYTES] for at in range(step // 2, len(data) - _SAMPLE_BYTES, step))
     return len(zlib.compress(samples, _LEVEL)) > len(samples) * _DENSE

@@ -101,6 +101,7 @@ def _variables(entry: View, credential: str, taken: dict[str, str]) -> Mapping[s
 
 
 def _directory_is_good(entries: View, name: str, directory: Text, places: dict[str, str]) -> bool:
+    """Return whether a directory is valid, and add it to ``places``. Add a finding if it is not."""
     value = directory.value
     parts = [part for part in value.split("/") if part not in ("", ".")]
     place = posixpath.normpath(value) if parts else ""

@@ -3,8 +3,8 @@
 Files are read at submission and stored by digest, so later edits have no effect. Unchanged directories and large files
 are not read again (``spec.unchanged``). A directory becomes one gzipped tar with names in order and without times and owners,
 so equal content has an equal digest. The following parts of a directory are not sent: files that match ``exclude`` or a
-``.gitignore`` in it, ``.git``, sockets, pipes, devices, logs of distflow's Slurm jobs, and directories of distflow itself (its
-state, results, and files of nodes).
+``.gitignore`` in it, ``.git``, sockets, pipes, devices, logs of distflow's Slurm jobs, and directories of distflow itself
+(state directories, fetched results, and directories that distflow uses if this machine is a node).
 
 ``distflow.train`` is sent as well if a task needs it, in one archive with the other modules for tasks (``distributed``,
 ``ray_cluster`` and ``protocol``). The archive has its own ``distflow/__init__.py``, which also finds a distflow that is
@@ -133,6 +133,7 @@ def _parse_file(entry: View, base_dir: Path) -> FileSpec | None:
 
 
 def _path_is_good(entry: View, path: Text) -> bool:
+    """Return whether a ``path`` is valid, and add a finding if it is not."""
     value = path.value
     parts = [part for part in value.split("/") if part not in ("", ".")]
     if not value.strip():
@@ -486,7 +487,7 @@ def _tree(root: str, folder: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Ite
 
 
 def _is_own(directory: str) -> bool:
-    """Return whether a directory is distflow's own: fetched results, a node's private directory, or the state directory."""
+    """Return whether a directory is distflow's own: fetched results, a state directory, or distflow's directory on a node."""
     return any(os.path.lexists(os.path.join(directory, name)) for name in (RESULTS_MARKER, _STATE_FILE)) or is_marked(directory)
 
 

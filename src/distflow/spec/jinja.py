@@ -38,7 +38,10 @@ _JOIN = "_bounded_join"
 
 
 class _LineMarks(Extension):
-    """If ``fence`` is set, inserts the template's line number before each piece of text and each line break."""
+    """Inserts the template's line number, between the two characters of ``fence``, before each text and each line break.
+
+    Without a ``fence``, it changes nothing.
+    """
 
     def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
         fence: tuple[str, str] | None = self.environment.fence  # type: ignore[attr-defined]

@@ -61,8 +61,8 @@ class Retry(Struct, frozen=True, kw_only=True):
     avoid_after: int = 3
     """After this number of failures on one node, the group avoids that node; 0: never.
 
-    If no engine allocates the nodes, it avoids the node only if the other nodes could hold the gang when idle, or while first
-    connections to nodes are still being made.
+    The group uses the node again if the other reachable nodes could not hold it even when idle. If Slurm, Kubernetes or Ray
+    allocates the nodes, the group never uses the node again.
     """
 
     def wait_s(self, attempt: int) -> float:
@@ -269,12 +269,12 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
 
 
 class Elastic(Struct, frozen=True, kw_only=True):
-    """The smallest number of tasks that a world may run with."""
+    """How few tasks a world may run with, and how long it first waits for room for all of them."""
 
     least: int
     """The smallest number of tasks. The tasks with the lowest ranks run."""
     wait_s: float = 60.0
-    """The seconds to wait for room for all tasks."""
+    """The seconds during which only all tasks may start."""
     mark: Mark = Mark("")
 
 

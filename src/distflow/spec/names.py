@@ -47,7 +47,7 @@ class Namespace(Struct):
 def lead_position(group: View, tasks: Sequence[View]) -> int | None:
     """Return the position of the task that leads a group; ``None`` if there is no lead or more than one.
 
-    A single task always leads. A finding reports a ``None``, either here or in the check against the schema.
+    A single task always leads. If the result is ``None``, this function or the check against the schema adds a finding.
     """
     leads = [position for position, task in enumerate(tasks) if task.flag("lead")]
     if len(tasks) == 1:

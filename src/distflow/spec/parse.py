@@ -167,7 +167,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     alone = [] if written else list(top.views("tasks"))
     _check_names(written, alone)
     members = [*(task for _, tasks in written for task in tasks), *alone]
-    everyone = {name for task in members for name in (*replica_names(task), task.string("name") or "")}
+    all_names = {name for task in members for name in (*replica_names(task), task.string("name") or "")}
     timeouts, retry = _parse_timeouts(top, Timeouts()), parse_retry(top, Retry())
     named = [*((group.string("name") or "", tasks) for group, tasks in written), *((None, [task]) for task in alone)]
     graph = Graph(
@@ -183,7 +183,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     for position, (group, tasks) in enumerate(written):
         lead = lead_position(group, tasks)
         inputs = [graph.inputs(task, position) for task in tasks]
-        specs = with_launchers(group, tasks, _parse_members(tasks, lead, resources, inputs, everyone, base_dir))
+        specs = with_launchers(group, tasks, _parse_members(tasks, lead, resources, inputs, all_names, base_dir))
         specs = _with_shared(group, specs)
         found.append(
             GroupSpec(
@@ -209,7 +209,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 "put the task into `groups: [{name: …, tasks: […]}]`",
                 key="replicas",
             )
-        specs = _parse_members([task], 0, resources, [graph.inputs(task, position)], everyone, base_dir)
+        specs = _parse_members([task], 0, resources, [graph.inputs(task, position)], all_names, base_dir)
         specs = with_launchers(None, [task], specs)
         found.append(
             GroupSpec(
@@ -267,7 +267,7 @@ def _parse_members(
     lead: int | None,
     resources: Mapping[str, ResourceSpec],
     inputs: Sequence[tuple[InputSpec, ...]],
-    everyone: set[str],
+    all_names: set[str],
     base_dir: Path,
 ) -> tuple[TaskSpec, ...]:
     found: list[TaskSpec] = []
@@ -276,7 +276,7 @@ def _parse_members(
             hint = "write the lead as a separate task; in a group without other tasks the first replica leads: remove `lead`"
             task.add("a task with `replicas` cannot be the lead, because a group has exactly one lead", hint, key="lead")
         specs = parse_task(task, leads=position == lead, resources=resources, inputs=inputs[position], base_dir=base_dir)
-        check_tokens(task, specs[0], tasks, everyone)
+        check_tokens(task, specs[0], tasks, all_names)
         found += specs
     return tuple(found)
 

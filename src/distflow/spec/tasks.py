@@ -50,8 +50,8 @@ def parse_task(
     task: View, *, leads: bool, resources: Container[str], inputs: tuple[InputSpec, ...], base_dir: Path
 ) -> tuple[TaskSpec, ...]:
     """Return the tasks of an entry, and add findings. With ``leads``, the first task is the lead."""
-    _notice_task(task)
-    _notice_variables(task)
+    _warn_of_ignored_keys(task)
+    _warn_of_unread_variables(task)
     names = replica_names(task)
     first = TaskSpec(
         name=names[0],
@@ -177,17 +177,17 @@ def _ranks(task: View) -> Ranks | None:
     )
 
 
-def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], everyone: Container[str]) -> None:
+def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], all_names: Container[str]) -> None:
     """Report tokens that cannot be replaced: unknown tokens, hosts outside of the task's group, and inputs that the task lacks.
 
-    ``everyone`` has the names of the tasks of all groups.
+    ``all_names`` has the names of the tasks of all groups.
     """
     hosts = {name: member.string("name") or "" for member in group for name in replica_names(member)}
     for text in _texts(spec):
         for token in find_tokens(text.value):
             message, hint = "", ""
             if token.name == "host":
-                message, hint = _host_finding(token.argument, hosts, everyone)
+                message, hint = _host_finding(token.argument, hosts, all_names)
             elif token.name == "input":
                 message, hint = _input_finding(token.argument, spec)
             elif token.name not in TOKEN_NAMES or token.argument is not None:
@@ -205,7 +205,7 @@ def _is_in_comment(text: str, offset: int) -> bool:
     return re.search(r"(?:^|\s)#", text[text.rfind("\n", 0, offset) + 1 : offset]) is not None
 
 
-def _host_finding(name: str | None, hosts: Mapping[str, str], everyone: Container[str]) -> tuple[str, str]:
+def _host_finding(name: str | None, hosts: Mapping[str, str], all_names: Container[str]) -> tuple[str, str]:
     if name is None:
         return "`{{host}}` has no task", "write `{{host:<task>}}` with a task of the same group"
     if name in hosts:
@@ -213,7 +213,7 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], everyone: Containe
     message = f"`{{{{host:{name}}}}}` does not name a task of this group"
     if name in hosts.values():
         return f"{message}: `{name}` has replicas", f"name a replica, such as `{{{{host:{name}-0}}}}`"
-    if name in everyone:
+    if name in all_names:
         return (
             f"{message}: `{name}` is in another group",
             "put both tasks into one group, because distflow does not always run groups at the same time",
@@ -256,7 +256,7 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-def _notice_task(task: View) -> None:
+def _warn_of_ignored_keys(task: View) -> None:
     """Warn about keys of a task that distflow ignores."""
     for key, (message, hint) in _TASK_WARNINGS.items():
         if task.has(key):
@@ -309,7 +309,7 @@ _NEAR = 0.88
 """Minimum similarity, between 0 and 1, at which an unknown name counts as a misspelling of a known one."""
 
 
-def _notice_variables(task: View) -> None:
+def _warn_of_unread_variables(task: View) -> None:
     """Warn about variables in the task's environment that look like misspelled variables of NCCL, or have no effect."""
     environment = task.view("environment")
     for name in environment.keys:

@@ -203,7 +203,7 @@ class Credentials:
         if self.find(name) is None:
             known = ", ".join(one.name for one in self.all())
             raise NotFound(
-                f"there is no credential {name!r}", hint=f"existing credentials: {known}" if known else "no credentials exist"
+                f"there is no credential `{name}`", hint=f"existing credentials: {known}" if known else "no credentials exist"
             )
         with _errors(self._folder), self._locked():
             (self._folder / f"{name}.json").unlink(missing_ok=True)

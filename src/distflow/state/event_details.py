@@ -307,14 +307,14 @@ class OutputCollected(_State, frozen=True, kw_only=True):
 
 
 class OutputHeldBack(_State, frozen=True, kw_only=True):
-    """The task's output stays on its node, because this machine's disk is almost full."""
+    """The task's printed output stays on its node, because this machine cannot store it: usually, its disk is almost full."""
 
     code: ClassVar[str] = "output_held_back"
     node: str | None
 
 
 class OutputLosing(_State, frozen=True, kw_only=True):
-    """Output of the task is being lost, because its node's disk is full."""
+    """Printed output of the task is being lost, because its node cannot store it: usually, its disk is full."""
 
     code: ClassVar[str] = "output_losing"
     node: str | None

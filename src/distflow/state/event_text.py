@@ -113,9 +113,9 @@ def _data_text(  # noqa: C901  one case for each kind of event
             )
             return f"its output {where}: {bytes_text(details.size)}{left_out}"
         case of.OutputHeldBack():
-            return f"its output stays on {details.node}: this machine's disk is almost full; free space here"
+            return f"its printed output stays on {details.node}: this machine's disk is almost full or fails; free space here"
         case of.OutputLosing():
-            return f"its output is being lost: the disk of {details.node} is full; free space there"
+            return f"its printed output is being lost: the disk of {details.node} is full or fails; free space there"
         case of.InputFetched():
             verb = "is fetched by its node" if details.is_direct else "was fetched"
             return f"its input {verb}: {details.url}: {_files(details.files, details.size)}"

@@ -243,6 +243,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     grace_s: float | None = None
     """The seconds between TERM and KILL of its stop; ``None`` before its node has reported them."""
     outputs: tuple[str, ...] = ()
+    """The destinations of its output in the spec, as text."""
     saved: Saved | None = None
     """Its output, after it was collected for other groups or for its URLs, or after that failed."""
     output_dir: str | None = None
@@ -366,7 +367,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
         return status_of(self.state, self.reason)
 
     @property
-    def missing(self) -> UnreachableNodes | None:
+    def missing_nodes(self) -> UnreachableNodes | None:
         """The unreachable nodes that it cannot start without, while it waits in the queue."""
         return self.unreachable if self.state is State.SCHEDULING else None
 

@@ -22,7 +22,7 @@ _PARTS = r"\(([^)]*)\)|([^(]+)"
 class Search(Struct, frozen=True, kw_only=True):
     """The conditions of a search for workflows. Without any condition, all workflows match."""
 
-    ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None
+    statuses: Sequence[tuple[WorkflowState, Reason | None]] | None = None
     """Allowed pairs of state and reason: an empty list matches no workflow, ``None`` matches all.
 
     The reason ``None`` in a pair matches only workflows without a reason.
@@ -43,7 +43,7 @@ class Search(Struct, frozen=True, kw_only=True):
     submitted_before: float | None = None
     """Submitted before this instant."""
     unfinished: bool = False
-    """Whether to find only workflows that run or whose logs are incomplete.
+    """Whether to find only workflows that have not ended or whose logs are incomplete.
 
     Ended workflows that need a supervisor only to stop orphan attempts do not match.
     """
@@ -80,8 +80,8 @@ def where(search: Search) -> tuple[str, list[object]]:
         parts.append(part)
         values.extend(more)
 
-    if search.ends is not None:
-        pairs = [(state.value, reason.value if reason else "") for state, reason in search.ends]
+    if search.statuses is not None:
+        pairs = [(state.value, reason.value if reason else "") for state, reason in search.statuses]
         either = f"(state, coalesce(reason, '')) IN (VALUES {','.join(['(?,?)'] * len(pairs))})" if pairs else "0"
         add(either, *(word for pair in pairs for word in pair))
     columns: Mapping[str, Sequence[str]] = MappingProxyType(

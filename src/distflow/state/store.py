@@ -271,7 +271,7 @@ class Store:
                 latest = f"{select} ? IN (name, '-') ORDER BY submitted_at DESC, number DESC LIMIT 1"
                 row = self._db.execute(latest, (key,)).fetchone()
             if row is None:
-                raise NotFound(f"there is no workflow {key!r}", hint=self._similar_ids(key))
+                raise NotFound(f"there is no workflow `{key}`", hint=self._similar_ids(key))
             return self._complete(_workflow(row))
 
     def unfinished(self) -> tuple[WorkflowRecord, ...]:

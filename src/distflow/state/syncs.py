@@ -1,4 +1,4 @@
-"""The background processes that copy files to running tasks: at most one for each task, identified by a lock.
+"""The background processes that copy files to running tasks: at most one for each task, which holds a lock.
 
 A folder of mode 0700 has files of mode 0600 for each process. ``<workflow uuid>-<task>.json`` is the record, ``.lock`` is
 locked while the process lives, and ``.log`` is its log, which is rotated to ``.log.1``. Only the process that holds the lock

@@ -6,7 +6,7 @@ supervisor relays the data. Of this module, only the imports at the top must wor
 
 Standard input: one line with the request, whose credentials stay in memory. Standard output: a line ``{"done": n, "total": m}``
 every second, and finally ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
-The service ends with its connection, and when it receives nothing for a long time. See docs/agent-protocol.md.
+The service ends with its connection, and when it receives nothing for 30 s. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def serve(root: str, _umask: int) -> None:
 def _outcome(root: str, request: dict[str, Any], reporter: _Reporter) -> dict[str, Any]:
     if sys.version_info < _OLDEST_PYTHON:
         version = sys.version.split(maxsplit=1)[0]
-        return {"relay": f"{sys.executable} is Python {version} (for direct transfers, set `python` to 3.10 or newer)"}
+        remedy = "for direct transfers, set `python` to an interpreter of version 3.10 or newer"
+        return {"relay": f"{sys.executable} is Python {version} ({remedy})"}
     from distflow.errors import DistflowError, StorageRefused, StorageUnreachable  # noqa: PLC0415  an old Python cannot import it
     from distflow.shell import mask  # noqa: PLC0415
     from distflow.storage.credentials import Identity  # noqa: PLC0415
@@ -116,7 +117,7 @@ def _input_path(root: str, request: dict[str, Any]) -> str:
     """Return the path of an input, in the directory of an existing attempt."""
     directory = attempts.directory_of(root, str(request["attempt"]))
     if not os.path.isdir(directory):
-        raise OpError("not_found", f"{directory} no longer exists")
+        raise OpError("not_found", f"`{directory}` no longer exists")
     return path_inside(directory, str(request["place"]))
 
 

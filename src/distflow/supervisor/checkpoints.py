@@ -66,7 +66,7 @@ def due_checkpoints(
     """Return the work that is due at ``now``.
 
     An ended task that has run has one last checkpoint of each directory, unless its node is unreachable for too long. A shared
-    directory has one only if a task has not completed and the group may be retried.
+    directory has one only if a task has ended without completing, and the group may be retried.
     """
     packs: list[tuple[TaskRecord, CheckpointRef]] = []
     stores: list[TransferData] = []

@@ -16,13 +16,13 @@ from distflow.backends.base import (
     Collecting,
     CollectUnanswered,
     Ended,
+    InputNotFetched,
     Leased,
     LeaseObservation,
     LeaseRefused,
     LeaseRequest,
     LeaseWaits,
     LogComplete,
-    NotBrought,
     OutputLost,
     OutputWaits,
     Prepared,
@@ -229,7 +229,7 @@ def answered(
         ):
             return ()
         case (
-            Prepared() | PrepareFailed() | NotBrought() | Started() | StopAccepted() | Ended() | Released() | Absent()
+            Prepared() | PrepareFailed() | InputNotFetched() | Started() | StopAccepted() | Ended() | Released() | Absent()
             | Unanswered()
         ):  # fmt: skip
             return answerable(seen.key)

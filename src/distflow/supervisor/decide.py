@@ -76,7 +76,8 @@ def _previous_views(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView
 def _decide_workflow(snapshot: Snapshot, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> WorkflowView:
     """Take every step of a workflow that is due.
 
-    With ``is_busy``, commands of the workflow are in flight. They may get no answer, so the next decision examines it again.
+    With ``is_busy``, commands of the workflow are in flight. They may get no answer, so the next decision examines the workflow
+    again.
     """
     part = Decision()
     record = workflow.record

@@ -49,11 +49,12 @@ __all__ = [
 
 
 _UNATTENDED = "its node had no contact with the supervisor for longer than `self_stop_after`, so the node stopped it"
+# The keeper is the parent of the command, and the runner is the parent of the keeper.
 _RUNNER_DIED = "the process that guards it on the node was killed, so it was stopped"
 _KEEPER_DIED = "the process that runs it on the node was killed, so it was stopped"
 _BOTH_DIED = (
-    "both processes that guard it on the node were killed, so it was stopped"
-    " (by hand, out of memory, or by systemd at logout: `KillUserProcesses=no` in the node's logind.conf keeps them)"
+    "both processes that guard it on the node were killed (by hand, by the kernel for lack of memory, or by systemd at logout:"
+    " `KillUserProcesses=no` in the node's logind.conf prevents that), so it was stopped"
 )
 
 _LINES = 20
@@ -200,7 +201,8 @@ def _by_command(end: End) -> _Conclusion:
     """Return the conclusion from the signal or the exit code of the command."""
     if end.signal is not None:
         return State.FAILED, Reason.SIGNAL, f"killed by {signal_name(end.signal)}"
-    return State.FAILED, Reason.EXIT_CODE, f"exit code {end.exit_code}" if end.exit_code is not None else "ended"
+    message = f"exit code {end.exit_code}" if end.exit_code is not None else "ended without an exit code"
+    return State.FAILED, Reason.EXIT_CODE, message
 
 
 def _oom_message(pid: int, kernel: Sequence[str]) -> str:
@@ -270,7 +272,7 @@ def _blame_order(task: TaskRecord, report: FailureReport) -> int:
     return int(is_by_output and report.is_symptom)
 
 
-_MEET_S = 120.0
+_RENDEZVOUS_S = 120.0
 """Ranks that fail later than this many seconds after the start may have joined the rendezvous before."""
 
 
@@ -352,7 +354,7 @@ def _hidden_failure(task: TaskRecord, lines: Sequence[str]) -> HiddenFailure | N
     ran_s = (task.ended_at or 0.0) - (task.started_at or 0.0)
     # torch labels tracebacks with the rank only after init_process_group, so a traceback from that call has no label.
     is_joining = "init_process_group" in report.traceback or "rendezvous" in report.traceback
-    may_have_joined = report.has_joined or not (is_joining or ran_s < _MEET_S)
+    may_have_joined = report.has_joined or not (is_joining or ran_s < _RENDEZVOUS_S)
     return HiddenFailure(detail=report.detail, may_have_joined=may_have_joined)
 
 

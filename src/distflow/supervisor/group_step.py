@@ -55,7 +55,7 @@ from distflow.supervisor.failures import (
     missing_ranks,
     with_own_failures,
 )
-from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted, without_build
+from distflow.supervisor.observations import CANNOT_START, end_unstarted, stop_unstarted, without_build
 from distflow.supervisor.snapshot import Decision, NodeView, Snapshot, Workflow, attempt_key
 from distflow.supervisor.transfers import GroupTransfers, PendingOutputs, inherited_results, input_transfers, pending_outputs
 
@@ -174,14 +174,14 @@ class GroupStep:
     def _initializing(self) -> None:
         relayed = self._relay()
         group = self.group
-        refused = [
+        failed = [
             task
             for task in group.tasks
-            if (task.reason in REFUSED or task.state is State.FAILED)
+            if (task.reason in CANNOT_START or task.state is State.FAILED)
             and (task.started_at is None or self.plan.counts(task.name))
         ]
-        if refused:
-            self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
+        if failed:
+            self._stop(Reason.PEER_FAILED, f"{failed[0].name}: {failed[0].message}")
             return
         given_back = [task for task in group.tasks if task.state is State.SCHEDULING or task.reason is Reason.START_TIMEOUT]
         started = [task for task in group.tasks if task.state is State.RUNNING or task.state.is_final]

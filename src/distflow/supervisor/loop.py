@@ -85,7 +85,7 @@ __all__ = ["ORPHAN_PATIENCE_S", "Supervisor", "Wake", "launch_of", "secrets_of"]
 
 
 ORPHAN_PATIENCE_S = 3600.0
-"""Seconds that a supervisor runs only for a lost node, to stop the orphan processes that may still run there."""
+"""Seconds that a supervisor without other work waits for a lost node, to stop the orphan processes there."""
 
 _IDLE_S = 5.0
 _RELEASE_S = 60.0
@@ -171,7 +171,7 @@ class Supervisor:
         self._last_decision = LastDecision()
         self._backends: dict[str, Backend] = {}
         self._kept: dict[str, frozenset[AttemptKey]] = {}
-        """For each pool whose nodes an engine allocates: the gangs that need nodes."""
+        """For each pool whose nodes an engine allocates: the gangs that need nodes, as last reported to the engine."""
         self._allocated: set[tuple[str, str]] = set()
         """Pool and name of the allocated nodes that attempts use."""
         self.in_flight: dict[CommandId, Command] = {}
@@ -186,7 +186,7 @@ class Supervisor:
         self._inbox.put(Wake())
 
     def run(self) -> None:
-        """Work until no workflow is unfinished and no attempt of an ended workflow may still run.
+        """Work until all workflows have ended. For their orphan attempts alone, work at most ``ORPHAN_PATIENCE_S`` longer.
 
         Then wait, for at most a minute, until the allocations of ended workflows are released. New workflows end this wait.
         """

@@ -23,8 +23,8 @@ def notices(
 ) -> Iterator[Notice]:
     """Yield the notifications that a step from ``before`` to ``after`` makes due.
 
-    The first decision after the time limit of a wait reports it. ``since`` is the time of the previous decision, or infinite
-    if that time is not known. A wait may then be yielded again, and the store ignores it.
+    A wait is reported by the first decision after its time limit. ``since`` is the time of the previous decision, or infinite
+    if that time is not known. A wait may then be yielded again, and the store ignores the duplicate.
     """
     triggers = set()
     if before.started_at is None and after.started_at is not None:

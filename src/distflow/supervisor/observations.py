@@ -17,6 +17,7 @@ from distflow.backends.base import (
     Collecting,
     CollectUnanswered,
     Ended,
+    InputNotFetched,
     Leased,
     LeaseObservation,
     LeaseRefused,
@@ -24,7 +25,6 @@ from distflow.backends.base import (
     LogComplete,
     NodeDown,
     NodeUp,
-    NotBrought,
     OutputLost,
     OutputWaits,
     Prepared,
@@ -84,10 +84,10 @@ from distflow.structs import replace
 from distflow.supervisor.checkpoints import apply_checkpoint
 from distflow.supervisor.failures import by_exit_actions, conclude, end_from
 from distflow.supervisor.snapshot import NodeView
-from distflow.supervisor.transfers import apply_not_brought
+from distflow.supervisor.transfers import apply_input_not_fetched
 
 __all__ = [
-    "REFUSED",
+    "CANNOT_START",
     "adjust_cancel_time",
     "adjust_times",
     "announce_wait",
@@ -101,8 +101,8 @@ __all__ = [
 ]
 
 
-REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
-"""The reasons of an attempt that holds a lease but will never start."""
+CANNOT_START = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
+"""The reasons of an attempt that holds a lease but can never start."""
 
 _ANNOUNCED = 32
 """The number of last messages of a waiting group that are remembered, so that the same event is not written repeatedly."""
@@ -134,7 +134,7 @@ def apply_observation(
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
-    if isinstance(seen, NotBrought | OutputLost | OutputWaits):
+    if isinstance(seen, InputNotFetched | OutputLost | OutputWaits):
         return _apply_warning(record, group, task, seen)
     if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
         taken, events = apply_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
@@ -430,19 +430,20 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # The command never ran. If no other task has started, the gang releases its leases and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), LeaseLost()
-    if task.reason in REFUSED:
+    if task.reason in CANNOT_START:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)
-    if task.reason not in REFUSED or len(group.tasks) == 1:  # a refusal also stops the other tasks, so it fails the group
+    # A task that cannot start stops the other tasks, so exit actions cannot make the group succeed.
+    if task.reason not in CANNOT_START or len(group.tasks) == 1:
         ended = by_exit_actions(ended, actions)
     ended = replace(ended, has_files=seen.has_files)
     return ended, TaskStatus(status=ended.status, message=ended.message)
 
 
 def _lease_released(task: TaskRecord, at: float) -> tuple[TaskRecord, EventDetails | None]:
-    if task.reason in REFUSED:
-        # This refusal ends the group, so the task keeps its reason when its lease is released.
+    if task.reason in CANNOT_START:
+        # This failure ends the group, so the task keeps its reason when its lease is released.
         failed = replace(task, state=State.FAILED, ended_at=at, log_complete=True)
         return failed, TaskStatus(status=failed.status, message=task.message)
     back = replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), outage=None, prepared=False, transfer=None)
@@ -488,11 +489,11 @@ def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
 
 
 def _apply_warning(
-    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: NotBrought | OutputLost | OutputWaits
+    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: InputNotFetched | OutputLost | OutputWaits
 ) -> tuple[WorkflowRecord, list[Event]]:
     """Return the record after a problem that does not change the task itself, and the events that report it."""
-    if isinstance(seen, NotBrought):
-        return apply_not_brought(record, seen)
+    if isinstance(seen, InputNotFetched):
+        return apply_input_not_fetched(record, seen)
     details = OutputLosing(node=task.node) if isinstance(seen, OutputLost) else OutputHeldBack(node=task.node)
     return record, [_event(record, seen.at, details, group.name, task)]
 
@@ -522,9 +523,9 @@ def adjust_cancel_time(request: CancelRequest | None, known: CancelRequest | Non
     return replace(request, at=known.at if known is not None else min(request.at, now))
 
 
-def _adjust_group(group: GroupRecord, rest_s: float, now: float) -> GroupRecord:
+def _adjust_group(group: GroupRecord, backoff_s: float, now: float) -> GroupRecord:
     # A rescheduled group begins to wait for nodes only after its backoff.
-    backoff_until = min(group.backoff_until, now + rest_s)
+    backoff_until = min(group.backoff_until, now + backoff_s)
     return replace(
         group,
         scheduling_at=_earlier(group.scheduling_at, max(now, backoff_until)),

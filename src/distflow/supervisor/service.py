@@ -152,7 +152,7 @@ def _await_room(directory: StateDirectory) -> bool:
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collection[str]:
     """Work until there is no unfinished workflow. Return the skipped workflows (uuids)."""
     credentials_for = data_credentials(directory.credentials)
-    mirror = Mirror(directory.logs, steady.now)  # silence must be measured by the same clock that decides about it
+    mirror = Mirror(directory.logs, steady.now)  # the clock of decisions, which compare the logs' times with it
 
     def open_one(pool: Pool, sink: Sink) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
-from distflow.backends.base import AttemptKey, AttemptObservation, Collected, LeaseObservation, NotBrought, VenvObservation
+from distflow.backends.base import AttemptKey, AttemptObservation, Collected, InputNotFetched, LeaseObservation, VenvObservation
 from distflow.documents.quantities import seconds_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State, listed
@@ -54,7 +54,7 @@ __all__ = [
     "add_task_inputs",
     "add_url_inputs",
     "apply_data",
-    "apply_not_brought",
+    "apply_input_not_fetched",
     "archives",
     "arrived_archives",
     "fetch_transfer",
@@ -249,7 +249,7 @@ def _details(seen: TransferEnded) -> EventDetails:
     return OutputWritten(url=done.url, files=done.files, size=done.content)
 
 
-def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
+def apply_input_not_fetched(record: WorkflowRecord, seen: InputNotFetched) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after a node could not fetch an input. This machine then fetches it for all nodes."""
     group = record.group(seen.key.group)
     data = DataRef(DataKind.FETCH, seen.number)

@@ -20,6 +20,7 @@ from distflow.backends.base import (
     CollectFailed,
     CollectUnanswered,
     Ended,
+    InputNotFetched,
     Leased,
     LeaseRefused,
     LeaseRequest,
@@ -27,7 +28,6 @@ from distflow.backends.base import (
     LogSink,
     NodeDown,
     NodeUp,
-    NotBrought,
     Observation,
     Prepared,
     PrepareFailed,
@@ -221,7 +221,9 @@ class FakeBackend:
         elif relayed := [
             one.number for one in launch.downloads if key.node in self.bare_nodes or one.number not in secrets.stores
         ]:
-            self._emit_unless_silent(NotBrought(at=self._now(), key=key, number=relayed[0], why="no credentials for it"), key)
+            self._emit_unless_silent(
+                InputNotFetched(at=self._now(), key=key, number=relayed[0], why="no credentials for it"), key
+            )
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
             self._emit_kind(Prepared, key)

@@ -127,7 +127,7 @@ class NetnsHost:
         # With a permanent neighbor entry, packets to a host that is cut off are lost; otherwise "no route" follows after 3 s.
         mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
         _ip(*in_bridge, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
-        options = {"port": 22, "alias": namespace, "is_near": not inside, **self._options}
+        options = {"port": 22, "alias": namespace, "is_reachable": not inside, **self._options}
         self._sshd = Sshd(self._directory, self.address, prefix=self._sshd_prefix(), **options)  # type: ignore[arg-type]
         self._sshd.start()
 

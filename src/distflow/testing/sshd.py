@@ -55,12 +55,12 @@ class Sshd:
         key_kinds: Sequence[str] = ("ed25519",),
         options: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
-        is_near: bool = True,
+        is_reachable: bool = True,
     ) -> None:
         """Create keys and files without starting the server.
 
         ``options`` are lines of ``sshd_config``. ``prefix`` comes before the server's command (``ip netns exec …``).
-        ``is_near`` is false if this process cannot connect to the server.
+        ``is_reachable`` is false if this process cannot connect to the server.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -77,7 +77,7 @@ class Sshd:
         self.home.mkdir(exist_ok=True)
         self._options = dict(options or {})
         self._prefix = list(prefix)
-        self._is_near = is_near
+        self._is_reachable = is_reachable
         self._log_read = 0
         self._config = directory / "sshd_config"
         self._authorized = directory / "authorized_keys"
@@ -175,7 +175,7 @@ class Sshd:
     def _answers(self) -> bool:
         if self._process is not None and self._process.poll() is not None:
             raise RuntimeError(f"sshd ended: {self.log.read_text()[-2000:]}")
-        if not self._is_near:
+        if not self._is_reachable:
             return b"Server listening on" in self.log.read_bytes()[self._log_read :]
         try:
             with socket.create_connection((self.address, self.port), timeout=1) as probe:

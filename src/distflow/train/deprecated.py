@@ -1,4 +1,7 @@
-"""Deprecated names of distflow 0.2, which warn when they are used. Those of a plan use the last plan's strategy."""
+"""Deprecated names of distflow 0.2, which warn when they are used.
+
+Functions that are now methods of a plan use the strategy of the last plan.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import nn
 from distflow.train import parallel
 from distflow.train.communication import gradients
 from distflow.train.strategies import description
-from distflow.train.strategies.description import make_strategy, place
+from distflow.train.strategies.description import make_strategy, resolve_strategy
 from distflow.train.strategies.stages import Pipeline
 
 __all__ = ["Worker"]
@@ -23,7 +26,10 @@ def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, ex
     if options:
         given = strategy if strategy is not None else description.given_strategy() or "ddp"
         world = parallel.world_size()
-        strategy = make_strategy(given, world, options) if isinstance(given, str) else place(given, world).having(options)
+        if isinstance(given, str):
+            strategy = make_strategy(given, world, options)
+        else:
+            strategy = resolve_strategy(given, world).having(options)
     return parallel.parallelize(model, strategy, loss=loss, example=example).model
 
 

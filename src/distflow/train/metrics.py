@@ -15,7 +15,7 @@ from statistics import median_low
 import torch
 import torch.distributed as dist
 
-from distflow.train.communication.votes import check_all_answer, from_all
+from distflow.train.communication.votes import check_votes_allowed, from_all
 from distflow.train.world import control_group
 
 __all__ = ["Pace", "StepTimer", "report"]
@@ -25,7 +25,7 @@ Scalar = str | int | float | bool | None
 
 
 def report(*, step: int, **values: object) -> None:
-    """Print a line such as ``{"step": 3, "loss": 0.5, "rank": 0}`` if possible in one write, so that lines of ranks do not mix.
+    """Print a line such as ``{"step": 3, "loss": 0.5, "rank": 0}``, if possible in one write, so that ranks do not mix lines.
 
     Values are scalars, or tensors and numpy arrays of shape () or (1,). NaN and infinities become strings. ``rank`` is added
     if it is not given. Raises ``TypeError``, which names the metric, for other values.
@@ -133,7 +133,7 @@ class StepTimer:
             return None
         elapsed = time.perf_counter() - self._begin
         mine = elapsed if self._work_s is None else self._work_s
-        check_all_answer()
+        check_votes_allowed()
         figures = mine / self._every, elapsed, self._samples, _peak_memory()
         rows = from_all(figures, control_group())
         slowest = max(row[1] for row in rows)

@@ -18,7 +18,7 @@ from distflow.train.communication.gradients import accumulate, begin_step, local
 from distflow.train.loading.batching import Arguments, Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
 from distflow.train.strategies.build import make_sequence_mesh, prepare
-from distflow.train.strategies.description import Strategy, given_strategy, place, set_current_strategy
+from distflow.train.strategies.description import Strategy, given_strategy, resolve_strategy, set_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
 
@@ -42,16 +42,16 @@ def parallelize(
     if strategy is None and (strategy := given_strategy()) is None:
         # Use DDP also on one rank, so that a plan accepts the same options as on several ranks.
         strategy = "ddp"
-    placed = place(strategy, world_size())
+    resolved = resolve_strategy(strategy, world_size())
     if weights is None:
-        ready = prepare(model, placed, loss, example)
+        ready = prepare(model, resolved, loss, example)
     else:
         from distflow.train.strategies.weights import load_weights, weight_names  # noqa: PLC0415  it takes a second to import
 
-        ready = prepare(model, placed, loss, example, weight_names(weights, model))
+        ready = prepare(model, resolved, loss, example, weight_names(weights, model))
         load_weights(ready, weights)
-    plan = ParallelPlan(ready, placed, make_sequence_mesh(placed))
-    set_current_strategy(placed, plan.rank)
+    plan = ParallelPlan(ready, resolved, make_sequence_mesh(resolved))
+    set_current_strategy(resolved, plan.rank)
     return plan
 
 
@@ -133,12 +133,15 @@ class ParallelPlan:
             return self.model.step(inputs, targets)
         samples = sample_count(inputs)
         if not 1 <= count <= samples:
-            raise ValueError(f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches")
+            raise ValueError(
+                f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches: give at least "
+                "one micro-batch, and one sample for each"
+            )
         begin_step(self.model)
         losses = []
         for some, wanted in zip(cut("inputs", inputs, count, samples), cut("targets", targets, count, samples), strict=True):
             with accumulate(self.model, count, sync_every=self._sync_every), self._divided(some, wanted) as (arguments, part):
-                share = loss(self._called(arguments), part) * (sample_count(some) / samples)
+                share = loss(self._call_model(arguments), part) * (sample_count(some) / samples)
                 share.backward()
             losses.append(share.detach())
         total = torch.stack(losses).sum()
@@ -162,7 +165,7 @@ class ParallelPlan:
                 mean = model.evaluate(inputs, targets, loss)
             else:
                 with self._divided(inputs, targets) as (arguments, part):
-                    mean = loss(self._called(arguments), part)
+                    mean = loss(self._call_model(arguments), part)
             if not dist.is_initialized():
                 return mean
             # Equally many ranks hold each share, so the mean over ranks is the mean over shares.
@@ -170,7 +173,7 @@ class ParallelPlan:
             dist.all_reduce(total)
             return (total[0] / total[1]).to(mean.dtype)
 
-    def _called(self, arguments: Arguments) -> Any:
+    def _call_model(self, arguments: Arguments) -> Any:
         return self.model(*arguments[0], **arguments[1])
 
     @contextmanager

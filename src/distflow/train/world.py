@@ -27,8 +27,8 @@ import torch.distributed.nn  # before `init`: afterwards, its defaults would kee
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 
-from distflow.train.communication.collectives import answer_collectives
-from distflow.train.strategies.description import Strategy, forget, given_strategy
+from distflow.train.communication.collectives import serve_collectives
+from distflow.train.strategies.description import Strategy, given_strategy, reset_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ class World:
         ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``) or a ``Strategy`` on a mesh.
         The default is the strategy of the last plan, else of the spec (``DISTFLOW_STRATEGY``), else ``"ddp"``.
 
-        Except under ``none``, ranks start from rank 0's parameters. The model may be on any device. On the meta device, it is
-        divided first: each rank gets its part of the values that rank 0 draws. No rank holds the whole model then, unless the
-        strategy replicates it. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model is
-        not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
+        Except under ``none``, ranks start from rank 0's parameters. The model may be on any device. A model on the meta device
+        is divided before rank 0 draws its values, and each rank gets only its part of them, so no rank holds the whole model
+        unless the strategy replicates it. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If
+        the model is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
         of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
@@ -133,7 +133,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         device_id=place.device if place.device.type == "cuda" else None,
     )  # fmt: skip
     _control = dist.new_group(backend="gloo", timeout=bound, group_desc="distflow")
-    answer_collectives()
+    serve_collectives()
     if is_debug():
         dist.monitored_barrier(_control, timeout=_delta(start_timeout), wait_all_ranks=True)
     atexit.register(_finish_at_exit)
@@ -184,7 +184,7 @@ def _leave() -> None:
     _left += _joined is not None
     _joined = _control = None
     atexit.unregister(_finish_at_exit)
-    forget()
+    reset_current_strategy()
     if dist.is_initialized():
         # Gloo's threads end with the last reference to the group. They must end here, because a thread that frees a tensor
         # while Python exits aborts the process. A model in DDP refers to the group, and is part of a reference cycle.
@@ -262,8 +262,8 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
         if hosts:
             raise WorldError(f"rank 0 cannot listen on port {port}: {why}; give another MASTER_PORT") from error
         raise WorldError(
-            f"rank {place.rank} does not reach the master at {address}:{port}: {why}; does rank 0 run "
-            "there, and can this machine reach MASTER_ADDR?"
+            f"rank {place.rank} does not reach the master at {address}:{port}: {why}; check that rank "
+            "0 runs there, and that this machine can connect to MASTER_ADDR"
         ) from error
     try:
         return _gather(_stores[key], environment, place, timeout, deadline)
@@ -296,7 +296,10 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
             missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
             if not missing:  # the last rank has just joined
                 break
-            raise WorldError(f"{_ranks(missing)} did not join within {timeout.total_seconds():g} s")
+            raise WorldError(
+                f"{_ranks(missing)} did not join within {timeout.total_seconds():g} s: check their output, or raise "
+                "start_timeout"
+            )
         pause.wait(pause_s)
         pause_s = min(2 * pause_s, 0.25)
     return store

@@ -65,7 +65,7 @@ class Completed(Struct, frozen=True, kw_only=True):
 class Channel(Protocol):
     """The pipes to and from one running command.
 
-    Contract, held by tests/contract/test_transport.py for every implementation:
+    Contract, checked by tests/contract/test_transport.py for every implementation:
 
     1. ``write`` may be called from several threads; the bytes of one call stay together. It returns when all bytes have been
        sent or queued, and raises ``NodeUnreachable`` if the other side or the channel is closed.
@@ -97,7 +97,7 @@ class Channel(Protocol):
 class Stream(Protocol):
     """One TCP connection on the node.
 
-    Contract, held by tests/contract/test_transport.py for every implementation:
+    Contract, checked by tests/contract/test_transport.py for every implementation:
 
     1. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises.
     2. ``write`` returns when all bytes have been sent or queued, and raises ``NodeUnreachable`` if the other side has closed.
@@ -121,7 +121,7 @@ class Stream(Protocol):
 class Transport(Protocol):
     """Runs commands on one node.
 
-    Contract, held by tests/contract/test_transport.py for every implementation:
+    Contract, checked by tests/contract/test_transport.py for every implementation:
 
     1. ``run`` returns a ``Completed`` for every exit code, also when the program does not exist.
     2. If the transport fails, ``run`` raises ``TransportError`` or a subclass, which names the node. After ``timeout_s`` it

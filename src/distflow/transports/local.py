@@ -28,7 +28,8 @@ class LocalTransport:
     """Runs commands on this machine (contract: ``transports.base.Transport``)."""
 
     umask: ClassVar[int] = -1
-    """The umask of the commands; -1 for the umask of this process. The supervisor's umask is stricter than its user's."""
+    """The umask of the commands; -1 for the umask of this process. The supervisor, whose own umask is stricter, sets it to the
+    umask of its user."""
 
     def __init__(self, name: str = "local") -> None:
         """``name`` is the node's name in messages."""

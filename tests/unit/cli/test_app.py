@@ -33,7 +33,7 @@ def test_counts_and_offsets_beyond_64_bits_are_accepted(option: str, capsys: pyt
 @pytest.mark.parametrize("options", [["-t", "json"], ["-tjson"], ["--format-type", "json"], ["--format-type=json"]])
 def test_errors_are_json_for_each_spelling_of_the_json_option(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "query", "nope-1", *options]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["message"] == "there is no workflow 'nope-1'"
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "there is no workflow `nope-1`"
 
 
 @pytest.mark.parametrize("status", ["PROCESSING", "submitting"])

@@ -54,7 +54,7 @@ def test_the_spec_is_printed_as_it_ran_or_as_submitted(screen: Screen, digits: W
     assert screen.run("spec", digits.id, "--template") == 0
     assert screen.out == "# template\nworkflow:\n  name: digits\n"
     assert screen.run("spec", "nothing-1") == 2
-    assert screen.err.startswith("error: there is no workflow 'nothing-1'\n")
+    assert screen.err.startswith("error: there is no workflow `nothing-1`\n")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -142,11 +142,11 @@ def test_later_attempts_are_marked_and_can_be_selected(screen: Screen) -> None:
 
 def test_an_unknown_task_is_an_error_that_lists_all_tasks(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "-t", "workers") == 2
-    assert screen.err == "error: digits-1 has no task 'workers'\ndid you mean `worker`? tasks: `master`, `worker`\n"
+    assert screen.err == "error: digits-1 has no task `workers`\ndid you mean `worker`? tasks: `master`, `worker`\n"
     assert screen.run("logs", digits.id, "--rank", "16") == 2
     assert screen.err == "error: no task of digits-1 holds rank 16\nranks: master 0-7, worker 8-15\n"
     assert screen.run("logs", digits.id, "-t", "json", "--format-type", "json") == 2
-    assert json.loads(screen.out)["error"]["message"] == "digits-1 has no task 'json'"
+    assert json.loads(screen.out)["error"]["message"] == "digits-1 has no task `json`"
 
 
 def test_missing_output_is_reported(screen: Screen) -> None:

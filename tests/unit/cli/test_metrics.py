@@ -118,8 +118,8 @@ def test_missing_metrics_are_reported(screen: Screen) -> None:
 
 def test_an_unknown_metric_is_an_error_that_lists_the_metrics(screen: Screen, trained: WorkflowRecord) -> None:
     assert screen.run("metrics", trained.id, "-k", "los") == 2
-    assert "has no metric 'los'" in screen.err
-    assert "loss" in screen.err.split("'los'")[1]
+    assert "has no metric `los`" in screen.err
+    assert "loss" in screen.err.split("`los`")[1]
     assert screen.run("metrics", trained.id, "--plot", "-t", "csv") == 2
     assert "cannot be combined" in screen.err
 

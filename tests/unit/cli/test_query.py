@@ -167,7 +167,7 @@ def test_the_age_of_an_old_status_is_reported(screen: Screen, monkeypatch: pytes
 def test_an_unknown_workflow_is_an_error_with_similar_ids(screen: Screen) -> None:
     submit(screen.store, workflow([completed_group()]))
     assert screen.run("query", "digits-7") == 2
-    assert screen.err == "error: there is no workflow 'digits-7'\nsimilar ids: digits-1\n"
+    assert screen.err == "error: there is no workflow `digits-7`\nsimilar ids: digits-1\n"
     assert screen.out == ""
     assert screen.run("query", "digits-7", "--format-type=json") == 2
     assert json.loads(screen.out)["error"]["code"] == 2

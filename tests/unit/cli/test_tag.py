@@ -46,7 +46,7 @@ def test_missing_tags_are_reported_in_a_sentence(screen: Screen) -> None:
         (["-a", "good"], "no workflow is given"),
         (["-w", "digits-1"], "no tag is given"),
         (["-w", "digits-1", "-a", "a,b"], "`a,b` is not a valid tag"),
-        (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow 'digits-9'"),
+        (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow `digits-9`"),
     ],
 )
 def test_an_incomplete_request_changes_nothing(screen: Screen, arguments: list[str], words: str) -> None:

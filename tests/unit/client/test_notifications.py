@@ -170,7 +170,7 @@ def test_target_that_does_not_answer_does_not_delay_others(
     ("command", "error"),
     [
         (("sh", "-c", "exit 7"), "sh ended with exit code 7"),
-        (("/no/such/program",), "/no/such/program: No such file or directory"),
+        (("/no/such/program",), "/no/such/program cannot be started: No such file or directory"),
         (("sh", "-c", "sleep 600 & wait"), "sh ran longer than 0.3 s and was killed"),
     ],
 )

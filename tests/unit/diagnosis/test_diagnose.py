@@ -81,6 +81,7 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
         ("OSError: [Errno 28] No space left on device: 'model.pt'", "disk-full", "worker on gpu2"),
         ("ImportError: libcudnn.so.9: cannot open shared object file", "module-missing", "libcudnn.so.9"),
         ("MemoryError", "host-memory", "worker on gpu2"),
+        ("the strategy is for 8 ranks (2 × 4), but there are 4: start 8", "mesh-too-big", "the mesh has 8 places, but the"),
     ],
 )
 def test_what_only_a_gpu_shows_is_known_by_its_text(line: str, key: str, found: str) -> None:

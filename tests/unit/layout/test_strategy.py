@@ -117,7 +117,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{mesh_shape: [[2, 2], [fsdp, tpp]]}", (4,), "`tpp` is not a known mesh axis", "did you mean `tp`?"),
         ("{mesh_shape: [[2, 2], [tp, cp]]}", (4,), "in the wrong order (tp, cp)", "[[1, 2, 2], [fsdp, cp, tp]]"),
         ("{kind: fsdp, mesh_shape: [[2, 2], [fsdp, cp]]}", (4,), "a mesh of fsdp, cp means hybrid, but", "kind: hybrid"),
-        ("{kind: pipeline, cp_size: 2}", (4,), "pipeline has no option `cp_size`", "pipeline has no axis cp"),
+        ("{kind: pipeline, cp_size: 2}", (4,), "pipeline has no option `cp_size`", "use it with hybrid"),
         ("{kind: fsdp, sequence_parallel: true}", (2,), "fsdp has no option `sequence_parallel`", "kind: hybrid"),
         ("{mesh_shape: [[2, 2], [dp, data]]}", (4,), "the mesh has an axis twice: dp, data", "once"),
         (
@@ -155,7 +155,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{kind: ddp, cpu_offload: true}", (2,), "ddp has no option `cpu_offload`", "kind: fsdp"),
         ("{kind: ddp, mixed_precision: bf16}", (2,), "ddp has no option `mixed_precision`", "compression: bf16"),
         ("{kind: fsdp, compression: fp16}", (2,), "fsdp has no option `compression`", "reduce_dtype"),
-        ("{kind: ddp, tp_size: 2}", (2,), "ddp has no option `tp_size`", "no axis tp"),
+        ("{kind: ddp, tp_size: 2}", (2,), "ddp has no option `tp_size`", "use it with tp, hybrid, pipeline"),
         ("{kind: ddp, bucket_cap_mb: 0}", (2,), "`bucket_cap_mb` has an invalid value: 0", "above 0"),
         ("{kind: ddp, compression: zip}", (2,), "`compression` has an invalid value: 'zip'", "`powersgd`"),
         ("{kind: ddp, static_graph: 1}", (2,), "`static_graph` has an invalid value: 1", "true or false"),

@@ -52,7 +52,7 @@ def test_a_generic_name_is_given_once(tmp_path: Path) -> None:
     assert found is not None
     assert found.payload["key"].reveal() == "first"
     kept.delete("one")
-    with pytest.raises(NotFound, match="no credential 'one'"):
+    with pytest.raises(NotFound, match="no credential `one`"):
         kept.delete("one")
 
 

@@ -113,7 +113,7 @@ class _Held(Struct, kw_only=True):
     request: LeaseRequest | None = None
     """The open lease request; ``None`` after it was answered."""
     id: str = ""
-    """The engine's id; empty until the engine has accepted it."""
+    """The engine's id; empty until the engine has accepted the request."""
     failures: int = 0
     """Number of failed tries to request it."""
     retry_at: float = 0.0
@@ -484,7 +484,8 @@ class AllocatedBackend:
             self._allocation_ended(held, state)
 
     def _granted(self, held: _Held, state: Granted, queried_at: float) -> None:
-        # The allocation still existed, so these tasks failed by themselves, or it was ending.
+        # The allocation existed at the time of the query, so earlier failures were the tasks' own. But if SIGTERM ended a task,
+        # the allocation may have been ending.
         self._report_failures(held, until=queried_at, terminated_until=queried_at - _ENDING_S)
         if held.request is None or held.is_leasing:
             return
@@ -523,7 +524,10 @@ class AllocatedBackend:
         self._machines.watch([key for key, is_reported in held.attempts.items() if not is_reported])
 
     def _recovered(self, held: _Held, seen: Ended | Absent | LogComplete) -> None:
-        """Handle a report of the agent on the login node, whose conclusions from missing processes are wrong."""
+        """Handle a report of the agent on the login node.
+
+        An end that the agent only concluded from missing processes is ignored, because the processes ran on another machine.
+        """
         if isinstance(seen, Absent | LogComplete):
             held.recovered.add(seen.key)
         elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED and not _was_killed(held.over, seen.end):

@@ -185,7 +185,7 @@ class Engine(Protocol):
     def allocations(self) -> Mapping[str, Allocation]:
         """Return all allocations that carry a marker and have not ended, by id.
 
-        They belong to this user on Slurm. Kubernetes returns those of the whole namespace, including those whose pods have
+        Slurm returns those of this user. Kubernetes returns those of the whole namespace, including those whose pods have
         ended, and Ray those of the whole cluster.
         """
         ...

@@ -193,7 +193,7 @@ class NodeChannel:
             self._channel.close()
 
     def _restart_on_login_node(self) -> bool:
-        """Start the command on the login node if its allocation ended before it started. Returns whether it did."""
+        """Start the command on the login node if the allocation ended before the command began. Returns whether it started."""
         if not self._is_unused() or self._channel.exit_code is not None or not self._has_ended():
             return False
         with self._lock:

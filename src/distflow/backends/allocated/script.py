@@ -31,10 +31,10 @@ exec {command} -I -S -c "$resident" batch {idle_release_s:g} {components} "$resi
 
 
 def resident_command(python: str, allocation_id: str, host: str, idle_release_s: float) -> tuple[str, ...]:
-    """Return the command of a container that is the node ``host`` of an allocation. It needs no file of distflow.
+    """Return the command of a container that is a node of an allocation. It needs no file of distflow.
 
-    The container ends when it has had no process and no connection for ``idle_release_s``. ``python`` is the value in the
-    configuration.
+    ``host`` is the name by which relays find the resident program. The container ends when it has had no process and no
+    connection for ``idle_release_s``. ``python`` is the value in the configuration.
     """
     return (*python_argv(python), "-I", "-S", "-c", _source(), "pod", allocation_id, host, f"{idle_release_s:g}")
 

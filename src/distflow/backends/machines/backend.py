@@ -21,9 +21,9 @@ from distflow.backends.base import (
     NO_EXIT_CODES,
     AttemptKey,
     CheckpointRef,
+    InputNotFetched,
     LeaseRequest,
     LogSink,
-    NotBrought,
     PrepareFailed,
     Released,
     Sink,
@@ -157,10 +157,10 @@ class MachinesBackend:
         An earlier try that is still running reports nothing more: its connection broke, or it belongs to an earlier lease.
         """
         self._halt(key)
-        halt = threading.Event()
+        halt, connection = threading.Event(), self._connections[key.node]
         with self._lock:
             self._halts[key] = halt
-        self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s, memo, halt)
+        self._workers.submit(self._prepare, connection, key, launch, secrets, stop_grace_s, memo, halt)
 
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt. Its status reports the start."""
@@ -244,13 +244,13 @@ class MachinesBackend:
         connection.send(op, partial(answered, connection), attempt=key.name, **fields)
 
     def _prepare(
-        self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str, halt: threading.Event
-    ) -> None:
-        connection = self._connections[key.node]
+        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float,
+        memo: str, halt: threading.Event,
+    ) -> None:  # fmt: skip
         try:
             if launch.container is None and runs_torchrun(launch.argv):
                 self._check_torch(connection, launch)
-            self._bring(connection, key, launch, secrets, self._progress_callback(key, halt))
+            self._fetch_inputs(connection, key, launch, secrets, self._progress_callback(key, halt))
             self._stage(connection, launch, self._progress_callback(key, halt))
             if launch.container is not None:
                 self._pull(connection, key, launch, launch.container, secrets.login)
@@ -340,7 +340,7 @@ class MachinesBackend:
             halt.wait(_PAUSE_S)
             self._sink(Unanswered(at=now(), key=key))
         elif isinstance(error, _Relay):
-            self._sink(NotBrought(at=now(), key=key, number=error.number, why=error.why))
+            self._sink(InputNotFetched(at=now(), key=key, number=error.number, why=error.why))
         elif isinstance(error, StorageError):
             self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
         elif isinstance(error, AgentError):
@@ -355,7 +355,7 @@ class MachinesBackend:
             return None
         return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
-    def _bring(
+    def _fetch_inputs(
         self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, progress: Progress
     ) -> None:
         """Let the node fetch its inputs. Raises ``_Relay`` for the first input that it cannot fetch itself."""

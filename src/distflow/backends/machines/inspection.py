@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from distflow.backends.machines.backend import link_to, transport_of
 from distflow.backends.machines.connection.bootstrap import connect
@@ -54,7 +54,7 @@ def ask_holders(pool: Pool, node: Node) -> Holders:
     except DistflowError as error:
         return Holders(error=error.detail)
     return Holders(
-        holders=tuple(Holder(**{**one, "gpus": tuple(one["gpus"]), "ports": tuple(one["ports"])}) for one in answer["holders"]),
+        holders=convert(answer["holders"], tuple[Holder, ...]),
         foreign=tuple((int(one["gpu"]), str(one["words"])) for one in answer["foreign"]),
     )
 

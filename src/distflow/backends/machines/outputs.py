@@ -31,7 +31,8 @@ __all__ = ["Collector", "Deliverer"]
 
 
 _TRIES = 5
-"""A transfer is given up after this number of consecutive connections without progress, and not before ``patience_s``.
+"""A transfer is given up after this number of consecutive connections without progress, but not before ``patience_s`` seconds
+have elapsed.
 
 Only connections that ended while the node's agent was connected count.
 """
@@ -56,7 +57,10 @@ class _Transfer(NamedTuple):
 
 
 class Collector:
-    """Collects into one blob store. ``begin`` reserves a transfer, and ``collect`` runs it in the caller's thread."""
+    """Copies outputs and checkpoints to one blob store.
+
+    ``begin`` reserves a transfer, and ``collect`` runs it in the caller's thread.
+    """
 
     def __init__(self, blobs: Path, sink: Sink, patience_s: float) -> None:
         """Create the collector. ``patience_s``: how long connections may fail while the node's agent is connected."""
@@ -99,7 +103,7 @@ class Collector:
         try:
             fetched = connection.fetch(key, self._blobs, reports.progress, place, stays)
         except NodeUnreachable as error:
-            self._broke_off(transfer, error, restarts_count=reports.has_moved or not connection.is_up)
+            self._broke_off(transfer, error, is_counted=connection.is_up and not reports.has_moved)
         except AgentError as error:
             self._give_up(transfer, error.detail)
         except DistflowError as error:
@@ -117,12 +121,12 @@ class Collector:
                 )
             )  # fmt: skip
 
-    def _broke_off(self, transfer: _Transfer, error: NodeUnreachable, *, restarts_count: bool) -> None:
+    def _broke_off(self, transfer: _Transfer, error: NodeUnreachable, *, is_counted: bool) -> None:
         at = time.monotonic()
         with self._lock:
             # A break after progress does not count, nor does one while the node is unreachable: the supervisor decides how long
             # to wait for the node.
-            self._broken[transfer.slot] = ends = [] if restarts_count else [*self._broken.get(transfer.slot, ()), at]
+            self._broken[transfer.slot] = ends = [*self._broken.get(transfer.slot, ()), at] if is_counted else []
         # While sshd restarts, it refuses new connections, but the agent's connection stays open.
         if len(ends) >= _TRIES and at - ends[0] >= self._patience_s:
             self._give_up(transfer, f"it cannot be fetched because the connection ended {len(ends)} times: {error.detail}")

@@ -316,7 +316,7 @@ def end_text(
         lines += [f"Remedy:  {remedy_of(record, diagnosis)}" for diagnosis in first.diagnoses[:1]]
         others = [one.group for _, one in failed[1:]]
         lines += [f"Also failed: {other.name}: {other.cause.text}" for other in others if other.cause]
-        lines.append(f"Logs:    distflow workflow logs {record.id} {_output_of(record, group.cause)}")
+        lines.append(f"Logs:    distflow workflow logs {record.id} {_log_option(record, group.cause)}")
         details = f"Details: distflow workflow why {record.id}"
     elif record.state is not WorkflowState.COMPLETED:
         for group in record.groups:
@@ -329,7 +329,7 @@ def end_text(
     return "".join(f"{line}\n" for line in (*lines, details) if line)
 
 
-def _output_of(record: WorkflowRecord, cause: Cause) -> str:
+def _log_option(record: WorkflowRecord, cause: Cause) -> str:
     """Return the option of `logs` for the rank that failed, if it is known, unique, and not the only rank of its task.
 
     Otherwise, return the option for the task.

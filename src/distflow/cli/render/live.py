@@ -53,8 +53,8 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
         nonlocal shown, same_polls
         before, shown = shown, present
         for group in present.groups:
-            if present.state is WorkflowState.PENDING and group.missing is not None and group.missing.needs_action:
-                (node, error), *_ = group.missing.errors.items()
+            if present.state is WorkflowState.PENDING and group.missing_nodes is not None and group.missing_nodes.needs_action:
+                (node, error), *_ = group.missing_nodes.errors.items()
                 raise NodeError(node, error, hint=f"all problems of the nodes: {check_command(present)}")
         news = [] if bottom.is_terminal else list(changes(before, present))
         same_polls = 0 if news else same_polls + 1

@@ -21,7 +21,8 @@ __all__ = ["collective_lines", "stacks_json", "stacks_text"]
 
 _FRAMES = 16
 """The maximum number of innermost calls to show of a stack."""
-_NAMED = 12
+_MOST_NAMES = 12
+"""The maximum number of processes or nodes that a line names."""
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", "T": "is stopped", "t": "is being debugged"}
 
 
@@ -139,7 +140,8 @@ def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
                 rules[task.asked.node.name] = (task.seen or {}).get("host_rule") or 0
     for words, nodes in refused.items():
         yield f"{', '.join(sorted(nodes))}: {words}"
-        if "ermi" in words and any(rules[node] in (1, 2) for node in nodes):  # only a reboot changes 3
+        # "ermi" is in "Permission denied" and in "permission". If ``ptrace_scope`` is 3, only a reboot can change it.
+        if "ermi" in words and any(rules[node] in (1, 2) for node in nodes):
             yield "  only root may inspect processes there; to change that: sudo sysctl kernel.yama.ptrace_scope=0"
 
 
@@ -155,7 +157,7 @@ def _lacks_tool(task: TaskStacks) -> bool:
 
 
 def _few(words: Sequence[str]) -> str:
-    return few(words, most=_NAMED, spare=0)
+    return few(words, most=_MOST_NAMES, spare=0)
 
 
 def _count(number: int) -> str:

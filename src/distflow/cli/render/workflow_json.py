@@ -263,7 +263,7 @@ def _task_json(
         "usage": usage_json(usage),
         "outputs": list(task.outputs),
         "output_dir": task.output_dir,
-        "out_of_reach": _away_json(task),
+        "out_of_reach": _outage_json(task),
     }
 
 
@@ -310,7 +310,7 @@ def _common(values: Iterable[float | None]) -> float | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _away_json(task: TaskRecord) -> dict[str, object] | None:
+def _outage_json(task: TaskRecord) -> dict[str, object] | None:
     if task.outage is None or task.state.is_final:
         return None
     return {**times(since=task.outage.since), "error": task.outage.error}

@@ -30,7 +30,7 @@ __all__ = [
     "NO_LINES",
     "NO_REMEDIES",
     "LastLines",
-    "NodeAway",
+    "UnreachableNode",
     "cancel_json",
     "cancel_words",
     "cause_lines",
@@ -40,11 +40,11 @@ __all__ = [
     "left_behind",
     "list_table",
     "missing_nodes",
-    "nodes_away",
     "output_words",
     "queued_s",
     "status_line",
     "task_words",
+    "unreachable_nodes",
     "without_node_paths",
     "workflow_text",
     "written_words",
@@ -114,7 +114,7 @@ def workflow_text(
         lines.append(f"UUID         {record.uuid}")
     if verbose or record.priority is not Priority.NORMAL:
         lines.append(f"Priority     {record.priority.value}")
-    lines += [f"{name:<12} {words}" for name, words in _marks(record).items() if words]
+    lines += [f"{name:<12} {words}" for name, words in _labels_and_tags(record).items() if words]
     if record.cancel is not None:
         words = f": {record.cancel.message}" if record.cancel.message else ""
         lines.append(f"Canceled by  {record.cancel.by}{words}")
@@ -126,7 +126,7 @@ def workflow_text(
         lines += [f"  {line}" for line in _group_words(record, group, paint, remedies.get(group.name, ""))]
         if group.name in metrics:
             lines += [f"  {line}" for line in metric_lines(group, metrics[group.name], now)]
-        lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
+        lines += [f"  {line}" for one in unreachable_nodes(group) for line in _lines(one.words)]
         tasks = group.attempts if verbose else group.tasks
         used = {key: one for key, one in usage.items() if key[0] == group.name}
         trend = "Trend" if is_live and used else ""
@@ -183,7 +183,7 @@ def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | 
     """Return the output of ``list``. ``now`` is the current time in seconds since the epoch."""
     paint = paint or Paint()
     # Leave out the columns of labels and tags if they would be empty.
-    more = [name for name in ("Labels", "Tags") if any(_marks(record)[name] for record in records)]
+    more = [name for name in ("Labels", "Tags") if any(_labels_and_tags(record)[name] for record in records)]
     rows = [
         (
             record.user,
@@ -191,7 +191,7 @@ def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | 
             local_minute(record.submitted_at),
             paint.status(record.status),
             record.priority.value,
-            *(_marks(record)[name] for name in more),
+            *(_labels_and_tags(record)[name] for name in more),
             record.pool,
             duration(elapsed_s(record.started_at, record.ended_at, now)),
         )
@@ -200,7 +200,7 @@ def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | 
     return table(("User", "Workflow ID", "Submit Time", "Status", "Priority", *more, "Pool", "Elapsed"), rows)
 
 
-def _marks(record: WorkflowRecord) -> dict[str, str]:
+def _labels_and_tags(record: WorkflowRecord) -> dict[str, str]:
     labels = " ".join(f"{key}={value}" for key, value in record.labels.items())
     return {"Labels": labels, "Tags": " ".join(record.tags)}
 
@@ -237,11 +237,11 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
             if group.earlier_causes and (old is None or old.attempt != group.attempt):
                 yield f"{group.name}: retried after {group.earlier_causes[-1].text}"
             yield f"{group.name}: {group.status}{f': {plain(group.message)}' if group.message else ''}"
-        old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
-        away = {one.node: one.error for one in nodes_away(group)}
-        news = (node for node, error in away.items() if old_away.get(node) != error)
-        yield from (f"{node}: unreachable: {plain(away[node].partition(chr(10))[0])}" for node in news)
-        yield from (f"{node}: reachable again" for node in old_away if node not in away and not group.state.is_final)
+        old_errors = {one.node: one.error for one in unreachable_nodes(old)} if old else {}
+        errors = {one.node: one.error for one in unreachable_nodes(group)}
+        news = (node for node, error in errors.items() if old_errors.get(node) != error)
+        yield from (f"{node}: unreachable: {plain(errors[node].partition(chr(10))[0])}" for node in news)
+        yield from (f"{node}: reachable again" for node in old_errors if node not in errors and not group.state.is_final)
         old_tasks = {task.name: task.status for task in old.tasks} if old else {}
         for task in group.tasks:
             if old_tasks.get(task.name) == task.status:
@@ -256,9 +256,9 @@ def missing_nodes(before: WorkflowRecord | None, after: WorkflowRecord, check: s
 
     ``check`` is the command that checks the nodes of the pool.
     """
-    old = {group.name: group.missing for group in before.groups} if before else {}
+    old = {group.name: group.missing_nodes for group in before.groups} if before else {}
     for group in after.groups:
-        known, missing = old.get(group.name), group.missing
+        known, missing = old.get(group.name), group.missing_nodes
         if missing is None or (known is not None and known.errors.keys() == missing.errors.keys()):
             continue
         nodes = few(list(missing.errors), ", ")
@@ -278,7 +278,7 @@ def event_line(event: Event) -> str:
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
-    """Return the seconds from ``begun`` to ``ended``, or else to ``now``. ``None`` if that or ``begun`` is ``None``."""
+    """Return the seconds from ``begun`` to ``ended``, or else to ``now``; ``None`` if the begin or the end is unknown."""
     end = ended if ended is not None else now
     return None if begun is None or end is None else max(0.0, end - begun)
 
@@ -415,7 +415,7 @@ def task_words(task: TaskRecord) -> str:
     return plain(task.message) if task.message else REASON_TEXT[task.reason] if task.reason else ""
 
 
-class NodeAway(Struct, frozen=True, kw_only=True):
+class UnreachableNode(Struct, frozen=True, kw_only=True):
     """An unreachable node and the unfinished tasks of one group on it."""
 
     node: str
@@ -429,14 +429,14 @@ class NodeAway(Struct, frozen=True, kw_only=True):
         return f"{self.node} has been unreachable since {local_second(self.since)}: {self.error}"
 
 
-def nodes_away(group: GroupRecord) -> list[NodeAway]:
+def unreachable_nodes(group: GroupRecord) -> list[UnreachableNode]:
     """Return the unreachable nodes of a group, in the order of its tasks."""
-    found: dict[str, NodeAway] = {}
+    found: dict[str, UnreachableNode] = {}
     for task in group.tasks:
         if task.node is None or task.outage is None or task.state.is_final:
             continue
         others = found[task.node].tasks if task.node in found else ()
-        found[task.node] = NodeAway(
+        found[task.node] = UnreachableNode(
             node=task.node, since=task.outage.since, error=task.outage.error, tasks=(*others, task.name)
         )
     return list(found.values())
@@ -445,10 +445,10 @@ def nodes_away(group: GroupRecord) -> list[NodeAway]:
 def cancel_words(record: WorkflowRecord, node_lost_after_s: float) -> Iterator[str]:
     """Yield the effect of a cancel request on each unreachable node of a workflow."""
     for group in record.groups:
-        for away in nodes_away(group):
-            yield away.words
+        for one in unreachable_nodes(group):
+            yield one.words
             yield (
-                f"  {' and '.join(away.tasks)} may still run on {away.node} and will be stopped as soon as it responds."
+                f"  {' and '.join(one.tasks)} may still run on {one.node} and will be stopped as soon as it responds."
                 f" If that takes longer than `node_lost_after` ({node_lost_after_s:g} s), {record.id} ends without them."
             )
 
@@ -464,7 +464,7 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
 def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:
     """Return the unreachable nodes for ``cancel --format-type json``."""
     return [
-        {**name_keys(node=away.node), **times(since=away.since), "error": away.error, "tasks": list(away.tasks)}
+        {**name_keys(node=one.node), **times(since=one.since), "error": one.error, "tasks": list(one.tasks)}
         for group in record.groups
-        for away in nodes_away(group)
+        for one in unreachable_nodes(group)
     ]

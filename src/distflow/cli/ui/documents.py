@@ -68,7 +68,7 @@ def workflows(client: Client, text: str, states: str, *, count: int, offset: int
         name=next((word for word in words if "=" not in word), None),
         labels=label_selectors([word for word in words if "=" in word]),
         tags=[word[1:] for word in text.split() if word.startswith("#")],
-        ends=_ends(states),
+        statuses=_ends(states),
     )
     return list_json(list_workflows(client, search, count=count, offset=offset), now=now())
 

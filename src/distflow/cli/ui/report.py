@@ -25,7 +25,7 @@ from distflow.documents.quantities import bytes_text, local_minute
 from distflow.errors import DistflowError, InputError
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["app", "write_refusal", "write_report"]
+__all__ = ["app", "write_error_page", "write_report"]
 
 _STATIC = Path(__file__).with_name("static")
 _MODULES = ("dom.js", "source.js", "logs.js", "charts.js", "shapes.js", "workflow.js", "lists.js", "main.js")
@@ -93,7 +93,7 @@ def write_report(client: Client, record: WorkflowRecord, path: Path) -> int:
     return _write(path, {"workflow": record.id, "parts": parts, "logs": logs})
 
 
-def write_refusal(error: DistflowError, path: Path) -> None:
+def write_error_page(error: DistflowError, path: Path) -> None:
     """Write a page about an error instead of a workflow. Raises ``InputError`` if the file cannot be written."""
     problems: Sequence[Mapping[str, Any]] = [problem.as_json() for problem in getattr(error, "problems", ())]
     _write(path, {"problems": problems or [{"message": error.message, "hint": error.hint}]})

@@ -51,9 +51,9 @@ class CiReport:
                 yield
         except DistflowError as error:
             if self._page is not None and not self._has_page:
-                from distflow.cli.ui.report import write_refusal
+                from distflow.cli.ui.report import write_error_page
 
-                write_refusal(error, self._page)
+                write_error_page(error, self._page)
             raise
 
     def _annotating_errors(self) -> AbstractContextManager[None]:

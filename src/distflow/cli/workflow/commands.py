@@ -18,7 +18,7 @@ class _Workflow(LazyGroup):
                 "submit": ("distflow.cli.workflow.submit:submit_app", "Check a spec and run it."),
                 "restart": ("distflow.cli.workflow.submit:restart_app", "Rerun the groups that did not complete."),
                 "validate": ("distflow.cli.workflow.submit:validate_app", "Check specs offline, without starting anything."),
-                "export": ("distflow.cli.workflow.export:app", "Write a spec for Slurm, Kubernetes, Kubeflow or OSMO."),
+                "export": ("distflow.cli.workflow.export:app", "Export a spec to Slurm, Kubernetes, Kubeflow or OSMO."),
                 "cancel": ("distflow.cli.workflow.manage:cancel_app", "Cancel workflows."),
             },
             "Watch": {

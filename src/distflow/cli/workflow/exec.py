@@ -123,7 +123,7 @@ def _run_on_one(
         except (HostKeyUnknown, HostKeyMismatch, AuthenticationRefused):
             raise
         except NodeUnreachable as error:
-            if find_again is None or not keyboard.was_used:
+            if find_again is None or not keyboard.had_session:
                 raise
             keyboard.detach()
             print(f"{plain_lines(str(error))}; connecting again (Ctrl-C to stop)", file=sys.stderr)
@@ -171,7 +171,7 @@ class _Keyboard:
         self._is_attached = threading.Event()
 
     @property
-    def was_used(self) -> bool:
+    def had_session(self) -> bool:
         """Whether there has been a session."""
         return self._session is not None
 

@@ -78,7 +78,7 @@ def list_command(
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(
-        ends=None if status is None else ends_of(status),
+        statuses=None if status is None else ends_of(status),
         name=name,
         users=choose_users(user, all_users),
         pools=pool or (),

@@ -19,7 +19,7 @@ from distflow.cli.options import TasksOption, command_app
 from distflow.cli.render.metrics import PACE, PACE_OF_ALL, metrics_table, natural_key, pace_words, samples_table
 from distflow.cli.render.plots import plot
 from distflow.cli.render.tables import Paint, terminal_width
-from distflow.cli.workflow.records import AttemptOption
+from distflow.cli.workflow.records import AllAttemptsOption
 from distflow.client.measurements.metrics import Latest, Metric, MetricSeries, find_metrics, number
 from distflow.client.measurements.samples import Samples, find_samples
 from distflow.client.workflows import choose_tasks
@@ -65,7 +65,7 @@ def metrics(
             autocompletion=complete_metric,
         ),
     ] = None,
-    attempt: AttemptOption = None,
+    attempt: AllAttemptsOption = None,
     system: Annotated[
         bool, typer.Option("--system", help="Show the use of CPU, memory, disk, network and GPUs, which nodes record.")
     ] = False,

@@ -177,7 +177,7 @@ def _no_files(record: WorkflowRecord, workdir: bool, filters: str) -> str:
         return f"The commands of {chosen}{record.id} wrote no files to their working directories."
     other = f"distflow workflow outputs {record.id} --workdir{filters}"
     where = f"{chosen}{record.id}: " if filters else f"{record.id} has "
-    return f"{where}no files in {{{{output}}}}. Files in the working directories: {other}"
+    return f"{where}no files in {{{{output}}}}. To list the files in the working directories: {other}"
 
 
 def outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[str, object]:

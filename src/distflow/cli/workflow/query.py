@@ -22,6 +22,7 @@ __all__ = ["app", "query_document"]
 app = command_app()
 
 _FAILED, _NOT_ENDED = 1, 4
+"""Exit codes of ``--exit-status``."""
 
 
 @app.command(epilog="Examples: distflow workflow query pytorch-dist-3  ·  distflow workflow query pytorch-dist-3 --watch")

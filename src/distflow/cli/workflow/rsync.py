@@ -22,7 +22,6 @@ from distflow.client.rsync.copies import (
     RECONCILE_S,
     Sync,
     Syncs,
-    list_syncs,
     local_path,
     remote_path,
     rsync_options,
@@ -30,6 +29,7 @@ from distflow.client.rsync.copies import (
     start_sync,
     start_sync_to_first_lead,
     stop_syncs,
+    syncs_of,
 )
 from distflow.documents.quantities import local_second, times
 from distflow.documents.text import plain
@@ -175,7 +175,7 @@ def download(
 def status(format_type: FormatOption = Format.TEXT) -> None:
     """List background copies, including recent ones that have ended."""
     with open_client() as client:
-        syncs = list_syncs(client)
+        syncs = syncs_of(client)
     found = syncs.list()
     if format_type is Format.JSON:
         print(json.dumps(_syncs_json(syncs, found), indent=2))
@@ -205,7 +205,7 @@ def stop(
     Copied files stay.
     """
     with open_client() as client:
-        syncs, chosen = list_syncs(client), stop_syncs(client, workflow, task)
+        syncs, chosen = syncs_of(client), stop_syncs(client, workflow, task)
     if format_type is Format.TEXT:
         for one in chosen:
             print(f"{one.workflow_id} {one.task}: stopped")
@@ -245,7 +245,7 @@ def copy_to_first_lead(client: Client, record: WorkflowRecord, local: str, remot
 
 
 def _print_started(client: Client, sync: Sync) -> None:
-    log = list_syncs(client).log(sync)
+    log = syncs_of(client).log(sync)
     print(f"{sync.local} is copied to {sync.task} until the task's group has ended. Log: {log}", file=sys.stderr)
 
 

@@ -115,7 +115,10 @@ def valid_text(file: str, checked: CheckedSpec) -> str:
 
 
 def dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format) -> None:
-    """Print a plan, and write the scripts of its tasks into the directory ``scripts``. Raises ``InputError``."""
+    """Print a plan, and write the scripts of its tasks into the directory ``scripts``.
+
+    Raises ``InputError`` if a script cannot be written.
+    """
     if scripts is not None:
         try:
             for path in write_scripts(planned, scripts):

@@ -105,8 +105,7 @@ def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samp
     """Create one MLflow run for each task and rank in an experiment, which is created if it does not exist.
 
     ``experiment`` is the name of the experiment. The other arguments, the result and the errors are those of ``write_wandb``,
-    with ``mlflow`` instead of ``wandb``.
-    ``MLFLOW_TRACKING_URI`` names the server or the directory.
+    with ``mlflow`` instead of ``wandb``. ``MLFLOW_TRACKING_URI`` names the server or the directory.
     """
     mlflow = _package("mlflow", "mlflow-skinny", "MLflow runs")
     try:

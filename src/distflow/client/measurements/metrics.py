@@ -87,5 +87,5 @@ def find_metrics(
         if known and unknown:
             from distflow.documents.text import did_you_mean
 
-            raise NotFound(f"{record.id} has no metric {unknown[0]!r}", hint=did_you_mean(unknown[0], known, what="metrics"))
+            raise NotFound(f"{record.id} has no metric `{unknown[0]}`", hint=did_you_mean(unknown[0], known, what="metrics"))
     return found

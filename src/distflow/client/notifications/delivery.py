@@ -159,7 +159,7 @@ def _run(command: tuple[str, ...], message: Message) -> None:
             start_new_session=True,
         )
     except OSError as error:
-        raise NotifyError(f"{command[0]}: {error.strerror}") from None
+        raise NotifyError(f"{command[0]} cannot be started: {error.strerror}") from None
     try:
         process.communicate(json.dumps(message).encode(), timeout=_COMMAND_S)
     except subprocess.TimeoutExpired:

@@ -34,7 +34,6 @@ __all__ = [
     "Syncs",
     "check_rsync_here",
     "exit_text",
-    "list_syncs",
     "local_path",
     "remote_path",
     "rsync_command",
@@ -43,6 +42,7 @@ __all__ = [
     "start_sync",
     "start_sync_to_first_lead",
     "stop_syncs",
+    "syncs_of",
 ]
 
 POLL_S, DEBOUNCE_S, RECONCILE_S, LOG_BYTES = 1.0, 1.0, 60.0, 2 << 20
@@ -234,8 +234,8 @@ def start_sync_to_first_lead(client: Client, record: WorkflowRecord, local: str,
     return _start(client.directory, sync)
 
 
-def list_syncs(client: Client) -> Syncs:
-    """Return access to the records of background copies. Each new copy removes records that ended over 14 days ago."""
+def syncs_of(client: Client) -> Syncs:
+    """Return the records of background copies. Each new copy removes the records of copies that ended over 14 days ago."""
     return Syncs(client.directory.syncs)
 
 
@@ -254,7 +254,7 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
         NotFound: if a workflow or a task is given and no running copy matches.
 
     """
-    syncs = list_syncs(client)
+    syncs = syncs_of(client)
     running = [one for one in syncs.list() if syncs.is_running(one)]
     wanted = workflow
     if workflow is not None and all(workflow not in (one.workflow_id, one.workflow) for one in running):
@@ -293,7 +293,7 @@ def _check_task(client: Client, workflow: str, task: str | None, connect_timeout
     if code:
         raise NodeError(
             found.node.name,
-            "rsync is not in the node's PATH; the task's container and `setup` do not count",
+            "rsync is not in the node's PATH; the task's container and `setup` are not used",
             hint=f"install it on the node, {_INSTALL}",
         )
     return record, one.name, found.node.name

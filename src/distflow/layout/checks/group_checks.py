@@ -90,12 +90,12 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> 
     if problems:
         return None, problems
     ordered = sorted(members, key=lambda member: not member.claims.task.lead)
-    is_numbered = any(member.invocation and member.invocation.launcher in ("torchrun", "rank") for member in members)
-    if is_numbered and len(group.tasks) > 1 and not is_shared(ordered):
+    uses_node_ranks = any(member.invocation and member.invocation.launcher in ("torchrun", "rank") for member in members)
+    if uses_node_ranks and len(group.tasks) > 1 and not is_shared(ordered):
         return None, [*_separate_worlds(ordered), *_tokens(claims, None)]
     if not ordered:
         return None, _tokens(claims, None)
-    if is_numbered:
+    if uses_node_ranks:
         world, problems = torchrun_world(ordered, regroup_hint=regroup_hint)
     else:
         style = "ranks" if any(member.claims.field is not None for member in ordered) else "flags"
@@ -121,9 +121,9 @@ def _members(claims: Sequence[TaskClaims]) -> list[Member]:
     """Return the tasks that share the world: those with claims, and those that run the same program with too few flags."""
     alone = len(claims) == 1
     counted = {item.name: next(iter(_commands(item, alone=alone)), None) for item in claims}
-    numbered = [item for item in claims if item.numbered is not None]
-    if len(numbered) > 1 or any(item.field is not None for item in numbered):
-        counted |= {item.name: item.numbered for item in numbered}
+    stating = [item for item in claims if item.stated_rank is not None]
+    if len(stating) > 1 or any(item.field is not None for item in stating):
+        counted |= {item.name: item.stated_rank for item in stating}
     programs = {command.program for command in counted.values() if command and command.launcher == "flags"}
     incomplete = Counter(
         program
@@ -192,8 +192,8 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
     launchers: dict[str, Member] = {}
     places: dict[str, Invocation] = {}
     for member in members:
-        numbered = member.invocation if member.invocation and member.invocation.launcher == "rank" else None
-        for command in [numbered] if numbered else _commands(member.claims):
+        stated = member.invocation if member.invocation and member.invocation.launcher == "rank" else None
+        for command in [stated] if stated else _commands(member.claims):
             launchers.setdefault(command.launcher, member)
             places.setdefault(command.launcher, command)
     if len(launchers) < 2:

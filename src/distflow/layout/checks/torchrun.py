@@ -67,16 +67,16 @@ def torchrun_world(members: Sequence[Member], *, regroup_hint: str = "") -> tupl
         return world, [*problems, *(contradictions(members, world) if world else [])]
     sizes, problems = _sizes(members)
     known = [size for size in sizes if size is not None]
-    chosen = _chosen_by_rendezvous(members)
-    node_ranks = _filled(members, {} if chosen else _claimed(members))
+    dynamic = _dynamic_rendezvous(members)
+    node_ranks = _filled(members, {} if dynamic else _claimed(members))
     layout = _Nodes(members, [size or 1 for size in sizes], node_ranks)
-    if not chosen and not (regroup_hint and len(members) == 1):
+    if not dynamic and not (regroup_hint and len(members) == 1):
         problems += layout.node_rank_problems()
     problems += layout.nnodes_problems(regroup_hint, drawn=any(problem.drawing for problem in problems))
     if any(problem.severity is Severity.ERROR for problem in problems) or len(known) < len(members):
         return None, problems
     world = layout.world()
-    return world, [*problems, *contradictions(members, world), *chosen, *_unknown(members, world)]
+    return world, [*problems, *contradictions(members, world), *dynamic, *_unknown(members, world)]
 
 
 def _upper(claim: Claim) -> int | None:
@@ -149,7 +149,7 @@ def _filled(members: Sequence[Member], claimed: Mapping[int, int]) -> list[int]:
     return [claimed[index] if index in claimed else next(free) for index in range(len(members))]
 
 
-def _chosen_by_rendezvous(members: Sequence[Member]) -> list[Problem]:
+def _dynamic_rendezvous(members: Sequence[Member]) -> list[Problem]:
     """Return a warning if torchrun's dynamic rendezvous numbers the nodes; nothing for the static rendezvous."""
     for member in members:
         backend = member.flags.get("rdzv_backend")

@@ -129,7 +129,7 @@ class TaskClaims(Struct, frozen=True, kw_only=True):
     """Commands that claim ranks, independent of other tasks."""
     others: tuple[Invocation, ...] = ()
     """Commands with too few rank flags. ``layout.checks`` decides whether they count."""
-    numbered: Invocation | None = None
+    stated_rank: Invocation | None = None
     """The task's rank and the world size, from flags or variables. ``layout.checks`` decides whether they count."""
     modules: Mapping[str, Mark] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Modules that it runs by ``python -m``, each with the place of its first use."""
@@ -158,7 +158,7 @@ def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskCla
         invocations=tuple(counted),
         others=tuple(item for item in found if item not in counted and item.launcher == "flags"),
         settings=tuple(_settings(task, lines, variables)),
-        numbered=None if counted else _numbered(task, lines, variables, gpus),
+        stated_rank=None if counted else _stated_rank(task, lines, variables, gpus),
         modules=MappingProxyType(dict(reversed(list(_modules(lines))))),
         tokens=MappingProxyType(_tokens(task)),
     )
@@ -272,19 +272,19 @@ def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, 
 # -- a rank and the world size --------------------------------------------------------------------------------------------
 
 
-def _numbered(
+def _stated_rank(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     """Return the rank and the world size that a task states by flags or variables; ``None`` unless it states both.
 
     A task without a ``ranks`` field that states a world size of 1 shares no world, so the result is ``None``, too.
     """
-    found = _stated_rank(task, lines, variables, gpus)
+    found = _find_stated_rank(task, lines, variables, gpus)
     is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
     return None if is_alone else found
 
 
-def _stated_rank(
+def _find_stated_rank(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
@@ -306,13 +306,13 @@ def _stated_rank(
             if gpus and any(word.literal == _ONE_RANK_PER_GPU for word in words):
                 where = line.place(words[0])
                 claims["nproc_per_node"] = Claim(key="nproc_per_node", value="gpu", where=where, form=_ONE_RANK_PER_GPU)
-            return _numbering(_script(words), claims)
+            return _rank_invocation(_script(words), claims)
     names = {"RANK": rank, "WORLD_SIZE": world_size}
     set_to = {claim.key: claim for claim in _settings(task, lines, variables, names)}
-    return _numbering(task.name, set_to) if len(set_to) == len(names) else None
+    return _rank_invocation(task.name, set_to) if len(set_to) == len(names) else None
 
 
-def _numbering(program: str, claims: Mapping[str, Claim]) -> Invocation:
+def _rank_invocation(program: str, claims: Mapping[str, Claim]) -> Invocation:
     own = {key: replace(claim, key=key) for key, claim in claims.items()}
     return Invocation(launcher="rank", program=program, where=min(claim.where for claim in own.values()), claims=own)
 

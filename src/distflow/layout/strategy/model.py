@@ -221,7 +221,7 @@ def _tasks(draft: Draft, strategy: Strategy, sizes: Sequence[int]) -> None:
 
 # -- the strategy of a group ------------------------------------------------------------------------------------------
 
-_OF_THEIR_OWN = ("accelerate", "deepspeed", "horovod", "jax", "tensorflow")
+_OWN_CONFIGURATION = ("accelerate", "deepspeed", "horovod", "jax", "tensorflow")
 """Frameworks that distribute a model according to their own configuration or the program."""
 
 
@@ -261,7 +261,7 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
 def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:
     """Return a warning for a ``strategy`` of a group whose framework does not read it."""
     block, framework = group.strategy, group.framework
-    if block is None or framework is None or framework.value not in _OF_THEIR_OWN:
+    if block is None or framework is None or framework.value not in _OWN_CONFIGURATION:
         return ()
     message = f"`framework: {framework.value}` does not use `strategy`: it has its own configuration"
     hint = "configure it there, or use `framework: pytorch`, or call `world.parallelize` of `distflow.train`, which uses it"

@@ -130,7 +130,7 @@ class LogStreams:
         self.pump(attempt)
 
     def pump(self, attempt: Optional[str] = None) -> None:
-        """Send available data of all streams, or of an attempt's streams, alternately, while the queue has room."""
+        """Send available data while the queue has room, one piece of each stream in turn. ``attempt`` selects its streams."""
         active: List[_LogStream] = [log for log in self._streams.values() if attempt is None or log.attempt == attempt]
         while active and self._has_room():
             for log in list(active):

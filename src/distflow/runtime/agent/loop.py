@@ -153,7 +153,7 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         processes.reset_signals()
         processes.close_all_but({write})
-        processes.reset_limits()
+        processes.reset_descriptor_limit()
         if processes.die_with_parent(signal.SIGKILL, parent):
             processes.rename_self("df-job")
             result = _outcome(work)

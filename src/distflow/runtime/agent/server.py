@@ -55,7 +55,7 @@ def serve(root: str, umask: int) -> None:
     processes.rename_self("df-agent")
     processes.hide_memory()  # applies to forked pairs too, which hold secrets longer than the agent
     processes.adopt_orphans()
-    processes.open_many()
+    processes.raise_descriptor_limit()
     _Agent(root, incoming, outgoing, umask).run()
     os._exit(0)  # skips the interpreter's cleanup, which takes time and has nothing to do
 
@@ -131,7 +131,8 @@ class _Agent:
         except OSError:
             self._loop.is_over = True
             return
-        self._streams.pump()  # after every write, also of replies to pings: the sampler does not notify agents of samples
+        # After every write, even of a reply to a ping, because the sampler does not notify agents of new samples.
+        self._streams.pump()
         if not self._queue:
             self._loop.watch(self._outgoing, 0, self._write)
 
@@ -294,7 +295,7 @@ class _Agent:
     def _start(self, request: Json, answer: _Answer) -> None:
         watch = self._known_watch(request)
         if watch.is_unresponsive and self._watches.status(watch)["started_at"] is None:
-            # Either they are busy for a short time, or they are gone.
+            # Runner and keeper are either busy for a short time or gone.
             raise attempts.TaskIsLocked("runner and keeper of the attempt do not respond")
 
         def on_answer(result: Optional[Json], error: Optional[OpError]) -> None:
@@ -335,7 +336,7 @@ class _Agent:
             answer({})
             return
         if watch.link is None and self._is_starting(watch):
-            self._watches.expect(watch.attempt, lambda: self._release(request, answer))
+            self._watches.expect(watch.attempt, lambda: self._dispatch(request))
             return
         watch = self._watches.get(watch.attempt)  # connects to a pair that has come up since the first line
         attempts.write_ticket(watch.attempt, request.get("waits") or {})

@@ -100,14 +100,13 @@ class Watches:
         """Return the attempt's current status from its files."""
         return attempts.read_status(watch.directory)
 
-    def report_changes(self, watch: Watch) -> Json:
+    def report_changes(self, watch: Watch) -> None:
         """Read the attempt's files and report changes."""
         status = self.status(watch)
         if self._watches.get(watch.attempt) is watch and status != watch.reported:
             watch.reported = status
             self._push({"event": "status", "attempt": watch.attempt, "status": status, "at": now()})
         self._on_output(watch.attempt, status["phase"] == "ended")
-        return status
 
     def report_heartbeats(self) -> None:
         """Report every attempt with a connected pair whose heartbeat has changed since its last report."""
@@ -154,7 +153,7 @@ class Watches:
         state = records.read_state(watch.directory) or {}
         keeper = state.get("keeper") or {}
         pid = int(keeper.get("pid", 0))
-        if state.get("boot_id") == processes.boot_id() and processes.is_same(pid, int(keeper.get("start", 0))):
+        if state.get("boot_id") == processes.boot_id() and processes.is_alive(pid, int(keeper.get("start", 0))):
             _signal(pid, signal.SIGTERM)
 
     def end_unreachable(self, watch: Watch) -> None:

@@ -22,7 +22,7 @@ def is_pair_alive(state: Json) -> bool:
     if state.get("boot_id") != processes.boot_id():
         return False
     pair = [state.get("runner") or {}, state.get("keeper") or {}]
-    return any(processes.is_same(int(one.get("pid", 0)), int(one.get("start", 0))) for one in pair)
+    return any(processes.is_alive(int(one.get("pid", 0)), int(one.get("start", 0))) for one in pair)
 
 
 def is_watched(directory: str) -> bool:

@@ -215,7 +215,7 @@ class _Leftovers:
         return _Leftover(name, _why(directory), _owner(process.pid) == os.getuid())
 
     def containers(self) -> List[Tuple[Json, Json]]:
-        """Return every container of an ended attempt, and the data that ``remove`` needs."""
+        """Return every container of an ended attempt, and the data that ``containers.remove`` needs."""
         found: Dict[str, Tuple[Json, Json]] = {}
         for program, env in self._engines:
             for container in containers.labeled(program, env):
@@ -229,7 +229,7 @@ class _Leftovers:
                 directory = os.path.dirname(container["cwd"])
                 if not is_ours and orphans.is_watched(directory):
                     continue
-                why = _why(expected) if is_ours else "it belongs to another root, {}".format(directory)
+                why = _why(expected) if is_ours else "it belongs to an attempt in another root, {}".format(directory)
                 shown = {
                     "name": container["name"], "program": os.path.basename(program), "attempt": container["attempt"],
                     "state": container["state"], "why": why, "is_ours": is_ours, "error": None,

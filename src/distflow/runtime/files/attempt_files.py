@@ -194,7 +194,10 @@ def _place_tree(root: str, directory: str, file: Json, path: str) -> None:
     names: Optional[List[str]] = []
     if missing is None or missing:
         with _content(root, file) as source:
-            names = unpack(source, path, str(file.get("only") or ""), within=str(file.get("within") or ""), present=present)
+            try:
+                names = unpack(source, path, str(file.get("only") or ""), within=str(file.get("within") or ""), present=present)
+            except OpError as error:
+                raise OpError(error.kind, "cannot unpack `{}`: {}".format(file["path"], error.message)) from error
     if is_reusable and names is not None:
         placed_trees.record(
             root, directory, os.path.relpath(path, directory), file["blob"], {**present, **dict.fromkeys(names)}

@@ -31,7 +31,10 @@ _CHUNK = 1 << 20
 _MAX_NAMED = 3
 """Number of left-out files that are named; further files are counted."""
 _SETTLED_S = 0.05
-"""Time for which a file must not have been written. File times are only as fine as a clock tick."""
+"""A file counts as changing if it was written during a pass, or in this time before it.
+
+File times are only as fine as a clock tick.
+"""
 _PAUSE_S = 2 * _SETTLED_S
 """Pause between two passes: files that stop changing during the first pass are settled before the second."""
 _PASSES = 6

@@ -176,7 +176,7 @@ def read_text(directory: str, name: str) -> str:
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     """Return the attempt's error file (torch's format), shortened to fit into the record.
 
-    Secrets are masked in the result and in the file itself. The result can always be encoded, whatever the process wrote.
+    Secrets are masked in the result and in the file itself. The result can always be encoded as UTF-8.
     Returns None if there is no readable error file, or if it is not a JSON object.
     """
     clean_error(directory, mask)

@@ -164,4 +164,5 @@ def _refuse_outside(top: str, path: str) -> None:
     if real != real_top and not real.startswith(real_top + os.sep):
         target = os.readlink(path) if os.path.islink(path) else real
         os.unlink(path)
-        raise OpError("bad_request", "the archive's link {!r} points outside ({!r})".format(os.path.relpath(path, top), target))
+        text = "the archive's link {!r} points outside of the directory into which it is unpacked, to {!r}; remove the link"
+        raise OpError("bad_request", text.format(os.path.relpath(path, top), target))

@@ -185,7 +185,7 @@ def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, par
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
     processes.close_all_but(keep)
-    processes.reset_limits()
+    processes.reset_descriptor_limit()
     os.umask(umask)
     processes.reset_signals()
 

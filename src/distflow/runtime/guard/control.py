@@ -1,4 +1,4 @@
-"""The connection between agents and a pair (runner and keeper): inherited descriptors, later the ``control`` socket.
+"""Connect agents with a pair (runner and keeper): by inherited descriptors at the fork, later by the socket ``control``.
 
 A socket has advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only the
 first reader (there may be two agents while an old connection ends). It refuses connections only if runner and keeper are gone.

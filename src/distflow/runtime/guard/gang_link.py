@@ -211,6 +211,7 @@ class _Peer:
         self._selector = selector
         self._on_message = on_message
         self._is_hub = is_hub
+        """Whether this keeper, and not the peer, is the hub."""
         self._received = bytearray()
         self._own_number = os.urandom(16).hex().encode()
         self._peer_number = b""

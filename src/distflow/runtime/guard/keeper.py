@@ -74,7 +74,7 @@ class _Keeper:
         self._exit: Optional[Json] = None
         self._reason: Optional[EndReason] = None
         self._message: Optional[str] = None
-        self._release: Optional[Callable[[Json], None]] = None
+        self._answer_release: Optional[Callable[[Json], None]] = None
         # first the deadline for the start, later for the next step of a stop
         self._deadline = time.monotonic() + handles.start_timeout_s
         self._killing = False
@@ -220,7 +220,7 @@ class _Keeper:
     def _on_gang_failure(self, task: str, why: str) -> None:
         """Stop the command, because another task of the gang failed."""
         # The command may have ended already, without having been reaped yet.
-        has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
+        has_ended = self._command is not None and not processes.is_alive(self._command.pid, self._command.start)
         if self._exit is None and self._reason is None and not has_ended:
             grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
             self._stop(grace_s, "PEER_FAILED", EndReason.PEER_FAILED)
@@ -266,8 +266,8 @@ class _Keeper:
         # runner, which exits last, would still hold it.
         self._handles.unlock()
         record = records.write_end(self._handles.dir_fd, self._handles.record, end)
-        if self._release is not None:
-            self._release({})
+        if self._answer_release is not None:
+            self._answer_release({})
         self._agents.notify("status")
         os.fsync(record)
         if self._gang is not None:
@@ -326,7 +326,7 @@ class _Keeper:
             if self._command is not None:
                 raise OpError("conflict", "the attempt has started, so it cannot be released; use `stop`")
             self._reason = self._reason or EndReason.RELEASED
-            self._release = answer
+            self._answer_release = answer
         else:
             raise OpError("bad_request", "unknown operation {!r}".format(op))
 

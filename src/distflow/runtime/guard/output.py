@@ -113,13 +113,13 @@ class Source:
         self._number = number
         self._stream: Optional[Stream] = None
         self._line = b""
-        self._secret_at = _NEVER
-        self._line_at = _NEVER
+        self._secret_due_at = _NEVER
+        self._line_due_at = _NEVER
 
     @property
     def due_at(self) -> float:
         """When ``flush`` is due, on the monotonic clock."""
-        return min(self._secret_at, self._line_at)
+        return min(self._secret_due_at, self._line_due_at)
 
     def mask(self, mask: Optional[Mask]) -> None:
         """Mask these secrets from now on."""
@@ -135,17 +135,17 @@ class Source:
             self._put(data)
         elif data and self._stream is not None:
             self._put(self._stream.feed(data))
-            self._secret_at = time.monotonic() + _HELD_S if self._stream.holds else _NEVER
+            self._secret_due_at = time.monotonic() + _HELD_S if self._stream.holds else _NEVER
         return len(data)
 
     def flush(self, at: float = _NEVER) -> None:
         """Write held output whose maximum time ends at ``at`` or earlier (monotonic clock); by default, all held output."""
-        if at >= self._secret_at:
-            self._secret_at = _NEVER
+        if at >= self._secret_due_at:
+            self._secret_due_at = _NEVER
             if self._stream is not None:
                 self._put(self._stream.flush())
-        if at >= self._line_at:
-            self._line_at = _NEVER
+        if at >= self._line_due_at:
+            self._line_due_at = _NEVER
             line, self._line = self._line, b""
             self._log.write(line, self._number)
 
@@ -166,9 +166,9 @@ class Source:
             cut = data.rfind(b"\n") + 1 or (len(data) if len(data) >= READ else 0)
             data, self._line = data[:cut], data[cut:]
             if cut:
-                self._line_at = _NEVER
-            if self._line and self._line_at == _NEVER:
-                self._line_at = time.monotonic() + _LINE_S
+                self._line_due_at = _NEVER
+            if self._line and self._line_due_at == _NEVER:
+                self._line_due_at = time.monotonic() + _LINE_S
         self._log.write(data, self._number)
 
 

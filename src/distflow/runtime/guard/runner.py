@@ -30,7 +30,7 @@ _SAMPLED_AFTER_S = 1.0
 def fork_pair(handles: AttemptHandles) -> int:
     """Fork the pair. Returns the runner's id. The caller then closes its copies of the descriptors.
 
-    The pair shares this interpreter: with a new interpreter for each attempt, a gang on 64 nodes started slower than with pdsh.
+    The pair runs without an exec: with a new interpreter for each attempt, a gang on 64 nodes started slower than with pdsh.
     """
     # No signal handler of the agent may run in the child.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -140,4 +140,4 @@ def _describe_status(status: int) -> str:
     """Describe a wait status."""
     if os.WIFSIGNALED(status):
         return "was killed by signal {} (out of memory, or by hand?)".format(os.WTERMSIG(status))
-    return "ended with code {}; see pair.log".format(os.WEXITSTATUS(status))
+    return "ended with code {}; see `pair.log` in the attempt's directory on the node".format(os.WEXITSTATUS(status))

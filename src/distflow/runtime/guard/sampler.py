@@ -50,6 +50,7 @@ _HOST = {
     "rdma_receive": "system/rdma/receive",
     "rdma_transmit": "system/rdma/transmit",
 }
+"""The column of each value of ``host_usage``."""
 
 
 def fork(handles: AttemptHandles, keeper: int, shared: mmap.mmap) -> Optional[int]:

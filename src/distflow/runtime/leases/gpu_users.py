@@ -141,9 +141,9 @@ def addresses_of_others(addresses: Dict[str, str], gpu_ids: Collection[int]) -> 
     return frozenset(address for gpu, address in addresses.items() if int(gpu) not in gpu_ids)
 
 
-def is_xid_of_another(line: str, elsewhere: Collection[str], pids: Collection[int]) -> bool:
-    """Return whether an Xid error concerns one of the GPUs ``elsewhere`` (PCI addresses) and no process in ``pids``."""
+def is_xid_of_another(line: str, other_gpus: Collection[str], pids: Collection[int]) -> bool:
+    """Return whether an Xid error concerns one of ``other_gpus`` (PCI addresses) and no process in ``pids``."""
     gpu, pid = re.search(_XID, line), re.search(_XID_PID, line)
     if pid and int(pid.group(1)) in pids:
         return False
-    return gpu is not None and address_of(gpu.group(1)) in elsewhere
+    return gpu is not None and address_of(gpu.group(1)) in other_gpus

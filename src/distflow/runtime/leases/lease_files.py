@@ -125,7 +125,7 @@ def open_lock(directory: int, name: str) -> int:
 
 
 def lock(directory: int, name: str, holder: Json) -> Lock:
-    """Lock the file ``name``."""
+    """Lock the file ``name``, and write ``holder`` into it. A failure is reported in the result."""
     while True:
         try:
             fd = open_lock(directory, name)

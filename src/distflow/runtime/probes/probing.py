@@ -1,7 +1,7 @@
 """Measurements, as for ``pool check``: directories, tools, limits, free memory, checksums of paths, and results of commands.
 
-The submitter parses the output of tools (``nvidia-smi``, ``busctl``), of which the last 16 KiB are returned. Measuring may take
-long, so the functions return jobs for a child of the agent.
+The submitter parses the output of tools (``nvidia-smi``, ``busctl``). Only the last 16 KiB of an output are returned. Measuring
+may take long, so the functions return jobs for a child of the agent.
 """
 
 from __future__ import annotations
@@ -299,8 +299,9 @@ def _checksums(paths: List[str]) -> Dict[str, Json]:
     """Return for each path ``error`` (null if it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
 
     The digest covers the names below the path and the sizes, but not the contents, which may be large. The search below a path
-    ends after half a minute or a million files. Then the numbers cover only a part, and there is no digest. If the path or a
-    file below it cannot be read, there is only ``error``.
+    ends after half a minute or a million files. Then the numbers cover only a part, and there is no digest. There is only
+    ``error`` if the path cannot be read, a directory below it cannot be listed, or the size of a file below it cannot be read.
+    Files below the path are not opened.
     """
     return {path: _checksum(os.path.expanduser(path), time.monotonic() + _CHECKSUM_S) for path in paths}
 

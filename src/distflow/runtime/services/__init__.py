@@ -1,1 +1,1 @@
-"""Services with a connection each, such as transfers and commands next to tasks; and programs that connect to nodes."""
+"""Services on a node that each have their own connection, such as transfers; and programs that relay commands to nodes."""

@@ -1,13 +1,13 @@
-"""The submitter, which is the program that started a service on a node, and the transfer format of blobs.
+"""The transfer format of blobs, and the connection of a service on a node to the submitter, the program that started it.
 
 A blob is sent in frames of at most 1 MiB. A frame is compressed if that is likely to save more than 10%. The receiver writes
-the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``
-and ``sender`` on the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length and the
-kind of its content (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
+the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``,
+``sender`` and ``output_server`` on the node, and ``backends.machines.connection``. A frame's header is ``>IB``: the length and
+the kind of its content (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 
-``Peer`` is the submitter at a service's standard input and output. The kernel may notice a broken connection only after hours,
-and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every few
-seconds if it has nothing else to send. The service exits if the submitter sends nothing for ``SILENCE_S``.
+``Peer`` is that connection: the service's standard input and output. The kernel may notice a broken connection only after
+hours, and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every
+few seconds if it has nothing else to send. The service exits if the submitter sends nothing for ``SILENCE_S``.
 """
 
 from __future__ import annotations
@@ -93,17 +93,17 @@ def receive(
     size: int,
     send: Callable[[Json], None],
     on_progress: Callable[[int], None] = lambda _: None,
-    is_here: Callable[[str, int], bool] = lambda path, size: os.path.isfile(path) and os.path.getsize(path) == size,
+    is_complete: Callable[[str, int], bool] = lambda path, size: os.path.isfile(path) and os.path.getsize(path) == size,
 ) -> bool:
     """Receive the blob ``name`` (its SHA-256) to ``path``. Returns False if the transfer was interrupted.
 
     ``send`` gets the message with the number of bytes that were received before. Then the remaining bytes are read. Data of an
     interrupted transfer is kept, and the next call continues after it. ``on_progress`` gets the number of received bytes,
-    including earlier ones. ``is_here`` returns whether a path is the complete blob of a size. Raises
+    including earlier ones. ``is_complete`` returns whether a path is the complete blob of a size. Raises
     ``OpError``: ``damaged``, ``bad_request`` for an invalid frame, or the sender's error. Raises ``OSError`` if the blob cannot
     be written.
     """
-    if is_here(path, size):
+    if is_complete(path, size):
         send({"at": size})
         on_progress(size)
         return True

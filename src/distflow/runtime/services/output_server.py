@@ -58,8 +58,9 @@ def _serve(root: str, peer: Peer) -> None:
     except (KeyError, TypeError, ValueError) as error:
         return peer.send({"error": OpError("bad_request", "the request is malformed: {!r}".format(error)).as_json()})
     while True:
-        wanted = _line(peer)
+        wanted: Json = {}
         try:
+            wanted = _line(peer)
             source, at, digest = _open(top, wanted)
         except OpError as error:
             peer.send({"error": error.as_json()})

@@ -40,7 +40,7 @@ def _serve_one(root: str, peer: Peer) -> bool:
     try:
         blob = decode_object(line)
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if not receive(peer, path, blob["hash"], size, peer.send, is_here=is_complete):
+        if not receive(peer, path, blob["hash"], size, peer.send, is_complete=is_complete):
             raise Gone
         peer.send({"done": True})
         return True

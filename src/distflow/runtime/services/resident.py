@@ -8,7 +8,7 @@ the job ends it earlier, with the exit code of its gang. In a container, the com
 Commands that ``node`` starts belong to the step of the job, so they have its GPUs and end with the job. They survive their
 connection, unless they have a time limit. ``node`` listens on an abstract Unix socket whose name ends with random digits:
 other users cannot occupy the name, and nothing remains in a file system. Both sides check that the other side belongs to the
-same user. A relay (``relay.py``) connects and sends the command with descriptors for its standard input, output and errors. The
+same user. A relay (``relay.py``) connects and sends the command with descriptors for its standard input, output and error. The
 reply is the command's exit code.
 
 If the parent of this program may be killed without a signal to this program, as a Ray actor may, the command is ``tied``, which
@@ -43,7 +43,7 @@ _OF_STEPS = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 _PR_SET_CHILD_SUBREAPER = 36
 _LARGEST_REQUEST = 8 * 1024 * 1024
 _MOST_PROCESSES = 100_000
-"""The number of processes below which a signal is sent at most. Otherwise, fast forks could keep the search from ending."""
+"""The maximum number of processes whose children are searched. Without it, fast forks could keep the search from ending."""
 
 
 class Connection:

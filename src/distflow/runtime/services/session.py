@@ -153,7 +153,7 @@ class _Wire:
             del self._received[: FRAME.size + size]
             yield kind, content
 
-    def is_read(self, waiting: int) -> bool:
+    def should_read(self, waiting: int) -> bool:
         """Return whether to read from the submitter while ``waiting`` bytes of input wait for the command."""
         if waiting < LARGEST_FRAME:
             return True
@@ -180,7 +180,7 @@ class _Wire:
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(1, select.POLLOUT)
-                if self.is_read(len(self._received)):
+                if self.should_read(len(self._received)):
                     poll.register(0, select.POLLIN)
                 if any(fd == 0 for fd, _ in poll.poll(_CHECK_S * 1000)):
                     self.receive()
@@ -253,7 +253,7 @@ class _Session:
         self._wire.send(STARTED, b"")
         self._receive()
         while self._code is None:
-            for fd, ready in self._poll(self._wire.is_read(len(self._waiting))):
+            for fd, ready in self._poll(self._wire.should_read(len(self._waiting))):
                 if fd == 0:
                     self._wire.receive()
                 elif fd == self._wakeup:
@@ -267,10 +267,10 @@ class _Session:
             self._wire.check(len(self._waiting))
             self._check_task()
 
-    def _poll(self, is_read: bool) -> List[Tuple[int, int]]:
+    def _poll(self, should_read: bool) -> List[Tuple[int, int]]:
         poll = select.poll()
         events = dict.fromkeys((self._wakeup, *self._outputs), select.POLLIN)
-        if is_read:
+        if should_read:
             events[0] = select.POLLIN
         if self._waiting and self._input >= 0:
             events[self._input] = events.get(self._input, 0) | select.POLLOUT

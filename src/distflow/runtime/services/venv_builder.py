@@ -97,7 +97,8 @@ class _Build:
         top = os.path.dirname(self._directory)
         os.makedirs(top, mode=0o700, exist_ok=True)
         if not root_directory.is_own_directory(top):
-            raise OpError("permission", "`{}` is not a directory of this user".format(top))
+            message = "`{}` is not a directory that this user owns; remove it, or set another `root`"
+            raise OpError("permission", message.format(top))
         lock = self._lock()
         self._locked_at = time.monotonic()
         _continue_in_worker()
@@ -202,7 +203,7 @@ class _Build:
 
         def prepare() -> None:
             processes.die_with_parent(signal.SIGKILL, parent)
-            processes.reset_limits()
+            processes.reset_descriptor_limit()
             os.umask(self._umask)
 
         path = os.path.join(self._directory, _LOG)

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from distflow.train.checkpoints import manifest as files
-from distflow.train.checkpoints.shared_directories import find_places
-from distflow.train.communication.votes import check_all_answer, from_all
+from distflow.train.checkpoints.shared_directories import find_directories
+from distflow.train.communication.votes import check_votes_allowed, from_all
 from distflow.train.launcher.rank import write_exception
 from distflow.train.strategies.states import set_training_state, training_state
 from distflow.train.world import before_leaving
@@ -77,16 +77,16 @@ class Checkpoints:
             raise ValueError("Checkpoints() has no directory: pass one, or set DISTFLOW_CHECKPOINT")
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: give 1 or more")
-        check_all_answer()
+        check_votes_allowed()
         self.directory = Path(name)
         self._keep_last = keep_last
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._places = find_places(self.directory, self._group, self._together)
-        if directory and not self._places.is_one and self._rank == 0:
-            without = [rank for rank, holder in enumerate(self._places.holders) if holder != 0]
+        self._directories = find_directories(self.directory, self._group, self._together)
+        if directory and not self._directories.is_one and self._rank == 0:
+            without = [rank for rank, holder in enumerate(self._directories.holders) if holder != 0]
             warnings.warn(
                 f"{self.directory} is not the same directory for rank{'s' * (len(without) > 1)} {', '.join(map(str, without))} "
                 "as for rank 0: each directory gets all files; to avoid the copies, use a file system that all machines share",
@@ -135,18 +135,18 @@ class Checkpoints:
         Broken checkpoints are skipped with a warning. The random state is restored only on the same number of ranks. Raises
         ``CheckpointError`` if a complete checkpoint is of another model, or lacks a state of ``others``.
         """
-        check_all_answer()
+        check_votes_allowed()
         self.wait()
 
         def find() -> list[int]:
-            if not self._places.is_holder:
+            if not self._directories.is_holder:
                 return []
             files.recover(self.directory)
             return files.found_steps(self.directory)
 
         for step in sorted({step for part in from_all(self._together(find), self._group) for step in part}, reverse=True):
             folder = self.directory / f"step-{step}"
-            manifest = self._whole(folder)
+            manifest = self._verify(folder)
             if manifest is not None:
                 self._load(folder, manifest, model, optimizer, others)
                 return step
@@ -177,12 +177,12 @@ class Checkpoints:
         """Create the directory of a checkpoint, with the random states and the states of ``others``."""
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
-        check_all_answer()
+        check_votes_allowed()
         self.wait()
         folder = files.unfinished(self.directory, step)
 
         def make() -> None:
-            if self._places.is_holder:
+            if self._directories.is_holder:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 files.clear_unfinished(self.directory)
                 folder.mkdir()
@@ -216,12 +216,12 @@ class Checkpoints:
 
         parts = from_all(self._together(describe), self._group)
         entries = {name: entry for part in parts for name, entry in part.items()}
-        if not self._places.is_one:
+        if not self._directories.is_one:
             sizes = {rank: {name: entry.size for name, entry in part.items()} for rank, part in enumerate(parts)}
-            self._together(lambda: self._places.spread(folder, folder, sizes, self._places.holders, self._group))
+            self._together(lambda: self._directories.copy_files(folder, folder, sizes, self._directories.holders, self._group))
 
         def publish() -> None:
-            if self._places.is_holder:
+            if self._directories.is_holder:
                 files.publish(self.directory, files.Manifest(step=step, world_size=self._size, files=entries))
                 files.prune(self.directory, newest=step, keep=self._keep_last)
 
@@ -229,36 +229,36 @@ class Checkpoints:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def _whole(self, folder: Path) -> files.Manifest | None:
+    def _verify(self, folder: Path) -> files.Manifest | None:
         """Return the manifest of a complete checkpoint, or ``None``. Copy the checkpoint to directories that lack it.
 
         Each rank checks its share of the files.
         """
         manifest, problems = None, []
-        if self._places.is_holder:
+        if self._directories.is_holder:
             try:
                 manifest = files.read_manifest(folder)
             except (OSError, ValueError) as error:
                 problems = [str(error)]
         manifests = from_all(manifest, self._group)
-        mine = manifests[self._places.holder]
+        mine = manifests[self._directories.holder]
         if mine is not None:
-            problems = files.find_problems(folder, mine, self._places.share(mine.files))
+            problems = files.find_problems(folder, mine, self._directories.files_to_check(mine.files))
         found = from_all(problems, self._group)
-        broken = {holder for holder, part in zip(self._places.holders, found, strict=True) if part}
-        whole = sorted(set(self._places.holders) - broken)
+        broken = {holder for holder, part in zip(self._directories.holders, found, strict=True) if part}
+        whole = sorted(set(self._directories.holders) - broken)
         chosen = manifests[whole[0]] if whole else None
         if chosen is not None:
             lacking = broken | {holder for holder in whole if manifests[holder] != chosen}
             if lacking:
-                self._together(lambda: self._give(folder, chosen, whole[0], lacking))
+                self._together(lambda: self._copy_checkpoint(folder, chosen, whole[0], lacking))
             return chosen
         if self._rank == 0:
             problems = [problem for part in found for problem in part]
             warnings.warn(f"{folder} is broken and skipped: {'; '.join(problems[:3])}", stacklevel=3)
         return None
 
-    def _give(self, folder: Path, manifest: files.Manifest, source: int, lacking: Collection[int]) -> None:
+    def _copy_checkpoint(self, folder: Path, manifest: files.Manifest, source: int, lacking: Collection[int]) -> None:
         """Copy a complete checkpoint from one rank's directory to those of the ``lacking`` ranks."""
         target = files.unfinished(self.directory, manifest.step)
         failed: OSError | None = None
@@ -268,7 +268,7 @@ class Checkpoints:
                 target.mkdir()
             except OSError as error:
                 failed = error
-        self._places.spread(
+        self._directories.copy_files(
             folder, target, {source: {name: one.size for name, one in manifest.files.items()}}, lacking, self._group
         )
         if failed is not None:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from distflow.train.checkpoints.manifest import sync_file
 from distflow.train.communication.votes import from_all, from_first
 
-__all__ = ["Places", "find_places"]
+__all__ = ["RankDirectories", "find_directories"]
 
 _CHUNK = 16 << 20
 
 
-class Places:
+class RankDirectories:
     """The directories under one path: one for all ranks, or one for each machine or task."""
 
     def __init__(self, holders: Sequence[int]) -> None:
@@ -30,12 +30,12 @@ class Places:
         """The rank that creates, publishes and removes checkpoints in this rank's directory."""
         self.is_holder = self.holder == self._rank
 
-    def share(self, names: Collection[str]) -> list[str]:
+    def files_to_check(self, names: Collection[str]) -> list[str]:
         """Return the files that this rank checks, when all ranks with the same directory share the work."""
         mates = [rank for rank, holder in enumerate(self.holders) if holder == self.holder]
         return sorted(names)[mates.index(self._rank) :: len(mates)]
 
-    def spread(
+    def copy_files(
         self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], holders: Collection[int],
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
@@ -66,24 +66,26 @@ class Places:
             raise failed
 
 
-def find_places(directory: Path, group: dist.ProcessGroup | None, together: Callable[[Callable[[], None]], None]) -> Places:
+def find_directories(
+    directory: Path, group: dist.ProcessGroup | None, together: Callable[[Callable[[], None]], None]
+) -> RankDirectories:
     """Create the directory if it is missing, and find which ranks see the same one. Collective.
 
     ``together`` calls a function on every rank, and raises on all ranks if it fails on one.
     """
     rank, run_id = dist.get_rank(), from_first(uuid.uuid4().hex, group)
 
-    def token(number: int) -> Path:
+    def probe(number: int) -> Path:
         return directory / f".probe-{run_id}-{number}"
 
     def mark() -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        token(rank).touch()
+        probe(rank).touch()
 
     together(mark)
-    holders = from_all(next((number for number in range(rank) if token(number).exists()), rank), group)
-    token(rank).unlink()
-    return Places(holders)
+    holders = from_all(next((number for number in range(rank) if probe(number).exists()), rank), group)
+    probe(rank).unlink()
+    return RankDirectories(holders)
 
 
 def _read(path: Path, offset: int, piece: torch.Tensor) -> None:

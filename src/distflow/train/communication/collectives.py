@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 from distflow.train.torch_private import named_groups, recorded_collectives
 
-__all__ = ["answer_collectives", "known_collectives", "where"]
+__all__ = ["current_collective", "known_collectives", "serve_collectives"]
 
 _SEND_TIMEOUT_S = 5.0
-_is_answering = False
+_is_serving = False
 
 
-def answer_collectives() -> None:
+def serve_collectives() -> None:
     """Start to serve the socket, in a task of distflow. Errors do not end the rank."""
-    global _is_answering  # noqa: PLW0603 (a process has one socket for all its worlds)
+    global _is_serving  # noqa: PLW0603 (a process has one socket for all its worlds)
     folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
-    if not folder or _is_answering:
+    if not folder or _is_serving:
         return
     path = f"{folder}/collectives-{os.getpid()}"
     with suppress(OSError):
@@ -45,7 +45,7 @@ def answer_collectives() -> None:
         os.chmod(path, 0o600)
         listener.listen(8)
         threading.Thread(target=_serve, args=(listener,), name="distflow-collectives", daemon=True).start()
-        _is_answering = True
+        _is_serving = True
 
 
 def _serve(listener: socket.socket) -> None:
@@ -59,7 +59,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def known_collectives() -> dict[str, Any]:
-    """Return ``rank``, and its process ``groups``: for each ``name``, ``ranks`` and the fields of ``where``.
+    """Return ``rank``, and its process ``groups``: for each ``name``, ``ranks`` and the fields of ``current_collective``.
 
     The result is empty without a world, and if entries lack their group, as in gloo with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``
     (torch 2.13).
@@ -75,14 +75,14 @@ def known_collectives() -> dict[str, Any]:
             {
                 "name": f"{name} {group.group_desc}" if group.group_desc != "undefined" else name,
                 "ranks": ranks,
-                **where(entry for entry in entries if entry["process_group"][0] == name),
+                **current_collective(entry for entry in entries if entry["process_group"][0] == name),
             }
             for name, group, ranks in named_groups()
         ],
     }
 
 
-def where(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def current_collective(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the current collective of a rank in one process group, from the group's recorded entries.
 
     ``number`` and ``operation`` describe the first collective that has not ended, or else the last one; then ``is_over`` is

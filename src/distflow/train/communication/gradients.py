@@ -24,10 +24,10 @@ __all__ = [
     "all_reduce_mean",
     "begin_step",
     "compress_gradients",
-    "drifts",
     "local_gradients",
     "local_sgd",
     "means_of",
+    "uses_local_sgd",
 ]
 
 _MIB = 2**20
@@ -94,8 +94,8 @@ def accumulate(model: nn.Module, steps: int, *, sync_every: int = 1) -> Iterator
     if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
         set_sync(is_last)
     # torch records a static graph in the first pass, and only if that pass reduces gradients.
-    learns = model not in _passes and getattr(model, "static_graph", False)
-    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last and not learns else nullcontext():
+    records_graph = model not in _passes and getattr(model, "static_graph", False)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last and not records_graph else nullcontext():
         yield is_last
     # After an error the count is unchanged, so that the pass can be repeated.
     _passes[model] = 0 if is_last else done
@@ -123,12 +123,12 @@ def local_sgd(
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
     # The averager counts from 0 and averages in its first step after its warm-up: the ``every``-th step after ``warmup_steps``.
     averager = PeriodicModelAverager(period=every, warmup_steps=warmup_steps + every - 1, process_group=model.process_group)
-    model.register_comm_hook((averager, warmup_steps), _until_apart)
+    model.register_comm_hook((averager, warmup_steps), _average_in_warm_up)
     _averagers[model.module] = averager
     return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
 
 
-def _until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average_in_warm_up(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over the ranks in the warm-up steps only.
 
     Unlike torch's own hook, it reads the step from the averager, which a checkpoint restores.
@@ -141,7 +141,7 @@ def _until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -
     return future
 
 
-def drifts(model: object) -> bool:
+def uses_local_sgd(model: object) -> bool:
     """Return whether ``local_sgd`` averages the model's parameters in the optimizer's step."""
     return isinstance(model, DistributedDataParallel) and model.module in _averagers
 
@@ -149,7 +149,7 @@ def drifts(model: object) -> bool:
 def means_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the mean parameters by name if ranks differ now under ``local_sgd``, else an empty dictionary. Collective."""
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    if (averager := _averagers.get(inner)) is None or not _are_apart(averager):
+    if (averager := _averagers.get(inner)) is None or not _parameters_differ(averager):
         return {}
     # If a parameter has two names, a state dictionary contains both.
     means = {name: one.detach().clone() for name, one in inner.named_parameters(remove_duplicate=False)}
@@ -157,7 +157,7 @@ def means_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return means
 
 
-def _are_apart(averager: PeriodicModelAverager) -> bool:
+def _parameters_differ(averager: PeriodicModelAverager) -> bool:
     """Return whether the ranks' parameters differ now: the last step was neither an average nor one of the warm-up."""
     last, period = int(averager.step) - 1, int(averager.period)
     return last > int(averager.warmup_steps) - period and (last - int(averager.warmup_steps)) % period != 0
@@ -174,11 +174,11 @@ def all_reduce_mean(tensors: Iterable[torch.Tensor], *, bucket_mb: float = 25.0,
     """
     buckets = _buckets(tensors, int(bucket_mb * _MIB))
     world = dist.get_world_size(group)
-    flying: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
+    pending: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
     for bucket in buckets:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        flying.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in flying:
+        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, work in pending:
         work.wait()
         flat.div_(world)
         for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):

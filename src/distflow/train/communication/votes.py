@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distflow.train.world import control_group
 
-__all__ = ["all_ranks", "any_rank", "channel", "check_all_answer", "from_all", "from_first", "without_votes"]
+__all__ = ["all_ranks", "any_rank", "channel", "check_votes_allowed", "from_all", "from_first", "without_votes"]
 
 _Value = TypeVar("_Value")
 _refused = ""
@@ -30,7 +30,7 @@ def without_votes(why: str) -> Iterator[None]:
         _refused = before
 
 
-def check_all_answer() -> None:
+def check_votes_allowed() -> None:
     """Raise ``RuntimeError`` inside ``without_votes``, where some ranks may have left the loop."""
     if _refused:
         raise RuntimeError(_refused)
@@ -39,9 +39,10 @@ def check_all_answer() -> None:
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
     """Return the group for small tensors of all ranks, and the device for these tensors.
 
-    The default is the control group, or before ``init`` torch's own. Raises ``RuntimeError`` inside ``without_votes``.
+    The default is the control group, or torch's own if the program has not called ``init``. Raises ``RuntimeError`` inside
+    ``without_votes``.
     """
-    check_all_answer()
+    check_votes_allowed()
     group = group or control_group()
     if dist.is_initialized() and "gloo" not in dist.get_backend_config(group):
         return group, torch.device("cuda", torch.cuda.current_device())

@@ -19,7 +19,7 @@ from distflow.protocol.ends import signal_name
 from distflow.protocol.error_file import is_symptom
 from distflow.train.launcher.rank import Failure, read_failure
 
-__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
+__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "SignalWaiter", "end_now", "signal_waiter", "supervise"]
 
 STOPPED = 128 + signal.SIGTERM
 """143: the exit code of a process that stopped on request. Its script ends with ``sys.exit(STOPPED)``."""
@@ -66,9 +66,9 @@ class End:
         """Whether the rank failed by itself."""
         if self.failure is not None:
             return self.code != 0
-        # A rank that something else kills (lack of memory) may end after the launcher has sent SIGTERM because a peer failed.
-        is_ours = self.was_killed if self.code == -signal.SIGKILL else self.was_asked and self.code < 0
-        return self.code != 0 and not self.is_stop and not is_ours
+        # SIGKILL may also come from the kernel (lack of memory) after the launcher has sent SIGTERM because a peer failed.
+        is_by_launcher = self.was_killed if self.code == -signal.SIGKILL else self.was_asked and self.code < 0
+        return self.code != 0 and not self.is_stop and not is_by_launcher
 
     @property
     def exit_code(self) -> int:
@@ -104,19 +104,20 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
             os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
 
 
-def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
+def supervise(ranks: Sequence[RankProcess], waiter: SignalWaiter, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
     """Wait until all ranks have ended, then kill the processes that they left behind in their groups.
 
     When a rank fails or writes an error file, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, SIGKILL. With
     ``stop_grace_s`` instead, the same happens when this process gets SIGTERM, SIGINT, SIGHUP or SIGQUIT, and when a rank exits
-    with 143 or ends by SIGTERM. Enter ``woken()``, which yields ``wake``, before the first rank starts, to lose no signal.
+    with 143 or ends by SIGTERM. Enter ``signal_waiter()``, which yields ``waiter``, before the first rank starts, to lose no
+    signal.
     """
     watch = _Watch(ranks)
     while watch.running:
-        wake.wait(watch.wait_s())
+        waiter.wait(watch.wait_s())
         watch.collect_ends()
-        if wake.signals and watch.asked is None:
-            watch.asked = wake.signals[0]
+        if waiter.signals and watch.asked is None:
+            watch.asked = waiter.signals[0]
             watch.stop(stop_grace_s)
         elif watch.first_failure() is not None or watch.has_raised():
             watch.stop(failure_grace_s, sooner=True)
@@ -213,7 +214,7 @@ def _now_ns(folder: Path) -> int:
         return time.time_ns()
 
 
-class Wake:
+class SignalWaiter:
     """Waits for signals that this process gets."""
 
     def __init__(self, reader: int) -> None:
@@ -228,8 +229,8 @@ class Wake:
 
 
 @contextlib.contextmanager
-def woken() -> Iterator[Wake]:
-    """Let ``Wake`` wait for signals, and restore their handlers afterwards. Only the main thread may call this."""
+def signal_waiter() -> Iterator[SignalWaiter]:
+    """Yield a ``SignalWaiter``, and restore the handlers of its signals afterwards. Only the main thread may call this."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -242,7 +243,7 @@ def woken() -> Iterator[Wake]:
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *stops)}
     try:
-        yield Wake(reader)
+        yield SignalWaiter(reader)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from distflow.protocol.error_file import VARIABLE, ErrorReport
 from distflow.train.launcher import rank as rank_process
 from distflow.train.launcher.rank import cpus_near_gpu, threads_per_rank, write_failure
-from distflow.train.launcher.rank_processes import Outcome, RankProcess, Wake, end_now, supervise, woken
+from distflow.train.launcher.rank_processes import Outcome, RankProcess, SignalWaiter, end_now, signal_waiter, supervise
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,7 +52,7 @@ class LaunchOptions(TypedDict, total=False):
     stop_grace_s: float
     """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
     failure_grace_s: float
-    """The same, after a rank has failed. Below the pool's ``peer_failed_grace``, the launcher reports before it is killed."""
+    """The same, after a rank has failed. Keep it below the pool's ``peer_failed_grace``, or the launcher is killed first."""
     numa: bool
     """Bind each rank to the CPUs next to its GPU."""
 
@@ -211,18 +211,18 @@ _Start = Callable[[Mapping[str, str]], _Started]
 def _run(share: Share, start: _Start) -> int:
     """Run the ranks until they complete, are stopped, or have failed more often than allowed."""
     attempt = 0
-    with woken() as wake:
+    with signal_waiter() as waiter:
         while True:
-            outcome = _attempt(share, start, attempt, wake)
-            wake.wait(0)  # read a request that arrived when the last rank ended
-            if outcome.first is None or wake.signals or attempt == share.max_restarts:
-                _leave(outcome)
+            outcome = _attempt(share, start, attempt, waiter)
+            waiter.wait(0)  # read a request that arrived when the last rank ended
+            if outcome.first is None or waiter.signals or attempt == share.max_restarts:
+                _write_first_failure(outcome)
                 return outcome.exit_code
             attempt += 1
             _say(f"restart {attempt} of {share.max_restarts}")
 
 
-def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
+def _attempt(share: Share, start: _Start, attempt: int, waiter: SignalWaiter) -> Outcome:
     # In a task of distflow, the files of a killed launcher are removed together with the attempt.
     place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     place = place if place and os.access(place, os.W_OK) else None
@@ -238,7 +238,7 @@ def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
         except BaseException:
             end_now(ranks)  # otherwise they would wait for the missing ranks, and this process would wait for them
             raise
-        outcome = supervise(ranks, wake, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
+        outcome = supervise(ranks, waiter, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
     if (end := outcome.first) is not None:
         callstack = f"\n{end.failure.report.callstack}".rstrip("\n") if end.failure else ""
         _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {end.message}{callstack}")
@@ -293,7 +293,7 @@ def _port(share: Share, attempt: int) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _leave(outcome: Outcome) -> None:
+def _write_first_failure(outcome: Outcome) -> None:
     """Write the first failure of the last attempt to the launcher's own error file."""
     end, path = outcome.first, os.environ.get(VARIABLE)
     if end is not None and path:

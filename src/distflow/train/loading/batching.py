@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from distflow.train.communication.gradients import drifts
+from distflow.train.communication.gradients import uses_local_sgd
 from distflow.train.communication.votes import channel, without_votes
 from distflow.train.strategies.description import given_strategy, warn_of_conflict
 
@@ -60,7 +60,7 @@ class DynamicBatcher(Generic[_Sample]):
         self._longest = 0
 
     def add(self, sample: _Sample) -> list[_Sample] | None:
-        """Add a sample; return a full batch (perhaps without it) or ``None``. Raises ``ValueError`` for a too long sample."""
+        """Add a sample. Return a full batch, perhaps without it, or ``None``. Raises ``ValueError`` for too long a sample."""
         tokens = self._length(sample) if self._max_tokens is not None else 0
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens does not fit max_tokens={self._max_tokens}: cut it, or allow more")
@@ -117,6 +117,7 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
 
 
 _TUTORIAL_BATCH = 32
+"""The usual batch size of tutorials. This number times the ranks, as a per-rank size, is probably meant as a global size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +199,8 @@ def batch_sizes(
     elif global_batch_size is None and shares > 1 and per_rank_batch_size == _TUTORIAL_BATCH * ranks:
         warnings.warn(
             f"per_rank_batch_size={per_rank_batch_size} is {_TUTORIAL_BATCH} x {ranks} ranks: each of {shares} shares takes "
-            f"that many, so a step has {per_rank_batch_size * times} samples; if {per_rank_batch_size} in all were meant, give "
-            f"global_batch_size={per_rank_batch_size}; if not, give both to say so",
+            f"{per_rank_batch_size} samples, so a step has {per_rank_batch_size * times} samples. If a step should have "
+            f"{per_rank_batch_size} samples, give global_batch_size={per_rank_batch_size} instead; otherwise give both sizes",
             stacklevel=2,
         )
     return BatchSizes(per_rank=per_rank_batch_size, total=per_rank_batch_size * times, shares=shares, accumulation=accumulation)
@@ -220,7 +221,7 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
                 "torch's interface Joinable; for other models use a "
                 'Loader with uneven="pad", which gives every rank the same number of batches'
             )
-        if enable and drifts(part):
+        if enable and uses_local_sgd(part):
             raise TypeError(
                 "join() cannot handle a model under local_sgd(), whose averages are not part of its passes: use a Loader with "
                 'uneven="pad"'

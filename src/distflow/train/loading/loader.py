@@ -118,7 +118,10 @@ class EpochSampler(Sampler[int]):
         """Continue at the position of another sampler. Raises ``ValueError`` if its samples or their order differ."""
         for name in ("length", "seed", "shuffle"):
             if state[name] != getattr(self, name):
-                raise ValueError(f"the state is of a sampler with {name}={state[name]}, this one has {getattr(self, name)}")
+                raise ValueError(
+                    f"the state is of a sampler with {name}={state[name]}, but this one has {name}={getattr(self, name)}: use "
+                    "the same dataset, seed and shuffle"
+                )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _left(self) -> list[int]:
@@ -206,7 +209,7 @@ class Loader:
 
 
 class _Positions(Sampler[tuple[int, int, int]]):
-    """Each index with its epoch and its position in the order of the epoch, independent of rank and start."""
+    """Yields epoch, position and index of each sample. The position in the epoch does not depend on the rank or on a resume."""
 
     def __init__(self, sampler: EpochSampler) -> None:
         self._sampler = sampler

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distflow.train.communication.gradients import compress_gradients
 from distflow.train.strategies.description import Strategy
-from distflow.train.strategies.initial import allocate, check_empty, fill
+from distflow.train.strategies.initial import allocate, fill, is_on_meta_device
 from distflow.train.strategies.stages import Loss, make_pipeline
 
 __all__ = [
@@ -41,7 +41,10 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
         raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
     if strategy.world_size != dist.get_world_size():
         shape = f" ({' × '.join(map(str, strategy.shape))})" if len(strategy.shape) > 1 else ""
-        raise ValueError(f"the strategy is for {strategy.world_size} ranks{shape}, but there are {dist.get_world_size()}")
+        raise ValueError(
+            f"the strategy is for {strategy.world_size} ranks{shape}, but there are {dist.get_world_size()}: "
+            f"start {strategy.world_size} ranks, or change the strategy"
+        )
     # Ranks that share sequences share the model, too: FSDP shards it over both axes.
     sizes = strategy.mesh
     if (parts := sizes.pop("cp", 1)) > 1:
@@ -73,19 +76,19 @@ def prepare(
             "the model is in nn.DataParallel, so each rank would copy it to all GPUs: pass the inner module, `model.module`"
         )
     device = _device()
-    if not (empty := check_empty(model, loaded)):
+    if not (is_meta := is_on_meta_device(model, loaded)):
         model = model.to(device)
     if chosen.options.get("activation_checkpointing"):
         checkpoint_activations(model, chosen.options)
     if chosen.kind == "none" or (chosen.world_size == 1 and chosen.kind != "pipeline"):
-        return fill(allocate(model, device), device, loaded) if empty else model
+        return fill(allocate(model, device), device, loaded) if is_meta else model
     mesh = make_mesh(chosen)
     if chosen.kind == "ddp" or chosen.options.get("sharding_strategy") == "NO_SHARD":
-        return replicate(fill(allocate(model, device), device, loaded) if empty else model, device, chosen.options)
-    if not empty:
+        return replicate(fill(allocate(model, device), device, loaded) if is_meta else model, device, chosen.options)
+    if not is_meta:
         _broadcast_from_first(model)
     ready = _divide(model, mesh, device, chosen, loss, example)
-    if empty:
+    if is_meta:
         fill(model, device, loaded)
     return ready
 

@@ -24,7 +24,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}, but it must be at least 0")
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = _squares(gradients).sqrt() if not isinstance(model, Pipeline) else model.over_stages(_squares(gradients)).sqrt()
+    squares = _sum_of_squares(gradients)
+    norm = (model.sum_over_stages(squares) if isinstance(model, Pipeline) else squares).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -32,7 +33,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm
 
 
-def _squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares over the whole gradients, in float32, with one reduction for each sharding."""
     by_sharding: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:

@@ -22,10 +22,10 @@ __all__ = [
     "Strategy",
     "current_strategy",
     "data_shard",
-    "forget",
     "given_strategy",
     "make_strategy",
-    "place",
+    "reset_current_strategy",
+    "resolve_strategy",
     "set_current_strategy",
     "warn_of_conflict",
 ]
@@ -121,7 +121,7 @@ def set_current_strategy(strategy: Strategy, rank: int) -> None:
     _last = strategy, rank
 
 
-def forget() -> None:
+def reset_current_strategy() -> None:
     """Undo ``set_current_strategy``, so that ``DISTFLOW_STRATEGY`` is used again."""
     global _last, _conflict
     _last, _conflict = None, ""
@@ -176,8 +176,8 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return current_strategy(environ).data_shard(int((os.environ if environ is None else environ).get("RANK", "0")))
 
 
-def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
-    """Return a strategy with its own mesh, or else with one over ``world`` ranks. Raises ``ValueError`` if it is not valid."""
+def resolve_strategy(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
+    """Return a strategy with a mesh: its own, or else one over ``world`` ranks. Raises ``ValueError`` if it is not valid."""
     if isinstance(given, Strategy):
         return _on_mesh(given.kind, known.regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())

@@ -4,8 +4,8 @@ The model is divided first. Then its modules are initialized one by one, childre
 ``reset_parameters`` and broadcasts the tensors, and each rank keeps its part. A rank thus holds its part of the model and one
 whole module. The values depend only on rank 0's random numbers, not on the strategy or the number of ranks.
 
-Source: "Meta device and parameter initialization" of torch's FSDP tutorial. It initializes shards in place, so that their
-values depend on how the model is divided. https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html
+Source: "Meta device and parameter initialization" of torch's FSDP tutorial. The tutorial initializes shards in place, so
+their values depend on how the model is divided. https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["allocate", "check_empty", "fill", "tied_names"]
+__all__ = ["allocate", "fill", "is_on_meta_device", "tied_names"]
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
 """Methods by which modules initialize their own tensors; the second is that of torch's attention."""
 
 
-def check_empty(model: nn.Module, loaded: Collection[str] = ()) -> bool:
+def is_on_meta_device(model: nn.Module, loaded: Collection[str] = ()) -> bool:
     """Return whether the model is on the meta device.
 
     ``loaded`` are the names of tensors that are read from files. Raises ``ValueError``, on all ranks, if only a part of the
@@ -89,14 +89,20 @@ def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -
             if many:
                 dist.broadcast(tensor, 0)
             if tensor.is_floating_point() and tensor.isnan().any():
-                raise ValueError(f"{name or 'the model'} ({type(module).__name__}) does not initialize its tensor {one}")
+                raise ValueError(
+                    f"{name or 'the model'} ({type(module).__name__}) does not initialize its tensor {one}: set it in "
+                    "reset_parameters() or init_weights(), or do not create the model on the meta device"
+                )
             if not kept[one].is_meta:
                 _keep(kept[one], tensor)
     return model
 
 
 def _draw(module: nn.Module, initialize: Callable[[], object], drawn: dict[str, torch.Tensor]) -> None:
-    """Run ``initialize`` on ``drawn`` instead of the module's own tensors; meanwhile, its children are on the meta device."""
+    """Run ``initialize`` on ``drawn`` instead of the module's own tensors; meanwhile, its children are on the meta device.
+
+    Floating-point values that it does not set are NaN afterwards.
+    """
     own = {part: _own(part) for part in module.modules()}
     for part, tensors in own.items():
         for name, tensor in tensors.items():

@@ -280,7 +280,8 @@ def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
             option = OPTIONS[name]
             yield Misfit(name, f"{kind} has no option `{name}`", option.instead or f"use it with {', '.join(option.kinds)}")
         if name in MESH_SIZES and MESH_SIZES[name] not in AXES[kind]:
-            yield Misfit(name, f"{kind} has no option `{name}`", f"{kind} has no axis {MESH_SIZES[name]}")
+            having = ", ".join(one for one, axes in AXES.items() if MESH_SIZES[name] in axes)
+            yield Misfit(name, f"{kind} has no option `{name}`", f"use it with {having}")
 
 
 def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: int | None) -> dict[str, int] | Misfit:

@@ -1,7 +1,7 @@
 """Context parallelism: each rank of an axis ``cp`` computes a part of every sequence, with torch's ring attention.
 
-Meanwhile, torch replaces ``scaled_dot_product_attention``; calls must be causal and without a mask. Every rank gets one piece
-from the first half of a sequence and one from the last half, so that the work is equal.
+In ``part_of_sequences``, torch replaces ``scaled_dot_product_attention``; calls must be causal and without a mask. Every rank
+gets one piece from the first half of a sequence and one from the last half, so that the work is equal.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", and
 https://docs.pytorch.org/tutorials/unstable/context_parallel.html

@@ -40,7 +40,7 @@ class Pipeline(nn.Module):
         micro_batches: int,
         mesh: DeviceMesh,
         device: torch.device,
-        round_size: int = 1,
+        min_round_size: int = 1,
     ) -> None:
         super().__init__()
         self.part = part
@@ -60,7 +60,7 @@ class Pipeline(nn.Module):
         """The ranks over which ``step`` averages gradients; ``None`` without replicas, or with FSDP, which averages them."""
         self._shards = mesh["fsdp"].get_group() if "fsdp" in axes else None
         self._group = mesh["pp"].get_group()
-        self._schedules, self._device, self._round_size = schedules, device, round_size
+        self._schedules, self._device, self._min_round_size = schedules, device, min_round_size
         self._cached: dict[bool, tuple[tuple[int, tuple[torch.Size, ...]], Any]] = {}
 
     def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
@@ -103,10 +103,10 @@ class Pipeline(nn.Module):
             samples = gcd(*(int(one) for one in found))
         key, schedule = self._cached.get(trains, (None, None))
         if key != (samples, shape_of(inputs)):
-            # Micro-batches have one size: receive buffers need it, and so does the mean of their losses. Interleaved schedules
-            # also need rounds of one size.
+            # Micro-batches have one size: receive buffers need it, and so does the mean of their losses. An interleaved
+            # schedule divides them into rounds of one size, of at least `min_round_size` micro-batches.
             sizes = [number for number in range(1, self.micro_batches + 1) if samples % number == 0]
-            count = max(number for number in sizes if number % max(1, number // self._round_size) == 0)
+            count = max(number for number in sizes if number % max(1, number // self._min_round_size) == 0)
             schedule = self._schedules(count, trains)
             self._cached[trains] = (samples, shape_of(inputs)), schedule
         return schedule
@@ -117,7 +117,7 @@ class Pipeline(nn.Module):
         dist.broadcast(value, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
         return value
 
-    def over_stages(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_stages(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a value over the stages, on every rank."""
         total = value.detach().to(self._device, copy=True)
         dist.all_reduce(total, group=self._group)
@@ -241,8 +241,13 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
     else:
         parts = balanced_parts([sum(one.numel() for one in child.parameters()) for _, child in children], count)
     stages = [nn.Sequential(OrderedDict(children[index] for index in part)) for part in parts]
-    stage_of: dict[nn.Parameter, int] = {}
+    holders: dict[nn.Parameter, tuple[int, str]] = {}
     for number, one in enumerate(stages):
-        if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):
-            raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier one; keep layers with it together")
+        for name, parameter in one.named_parameters():
+            first, first_name = holders.setdefault(parameter, (number, name))
+            if first != number:
+                raise ValueError(
+                    f"pipeline: `{first_name}` (stage {first}) and `{name}` (stage {number}) are one parameter: choose "
+                    "split_points so that one stage has both"
+                )
     return stages

@@ -46,7 +46,7 @@ _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_valu
 def derive_plan(model: nn.Module) -> dict[str, str]:
     """Return a plan from the names of the model's linear layers; empty if no pair has known names.
 
-    A matrix of several, such as query, key and value, stays whole, and so do its siblings: a cut would mix its parts.
+    A matrix that combines several, such as query, key and value, stays whole, and so do its siblings: a cut would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -124,16 +124,16 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
 
 
 def split_tensors(
-    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], divided: Sequence[nn.Module] | None = None
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], sequence_layers: Sequence[nn.Module] | None = None
 ) -> None:
     """Cut the matrices of a model, or of one of its stages, over a mesh of one axis, in place.
 
-    ``styles`` are those of the whole model. The layers ``divided`` use sequence parallelism, too.
+    ``styles`` are those of the whole model. ``sequence_layers`` also use sequence parallelism.
     """
     modules = dict(model.named_modules())
     own = {name: _style(style) for name, style in styles.items() if name in modules}
-    if divided:  # a stage may have no layer
-        _divide_sequence(divided, mesh, {modules[name]: name for name in own}, own)
+    if sequence_layers:  # a stage may have no layer
+        _divide_sequence(sequence_layers, mesh, {modules[name]: name for name in own}, own)
     parallel.parallelize_module(model, mesh, own)
 
 
@@ -202,9 +202,13 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     for attribute in _HEADS:
         heads = getattr(parent, attribute, None)
         if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"tensor parallelism: {name}: {attribute} is {heads}, not a multiple of the {ranks} ranks")
+            raise ValueError(
+                f"tensor parallelism: {name}: {attribute} is {heads}, not a multiple of the {ranks} ranks: choose a size of "
+                "`tp` that divides this number, or leave this layer out of the plan"
+            )
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:
         raise ValueError(
-            f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share equally"
+            f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share equally: "
+            "choose a size of `tp` that divides the number of heads, or leave this layer out of the plan"
         )

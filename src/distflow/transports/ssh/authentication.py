@@ -74,7 +74,7 @@ def authenticate(node: str, transport: paramiko.Transport, host: SshHost, endpoi
     """Log in with one of the keys, or without a key if the host needs none.
 
     Raises ``AuthenticationRefused``, ``NodeUnreachable`` after the deadline, and ``OSError`` if the connection breaks. A host
-    that closes the connection regularly, as OpenSSH does after ``MaxAuthTries``, has refused the login.
+    that closes the connection without a network error, as OpenSSH does after ``MaxAuthTries``, has refused the login.
     """
     keyring = _Keyring()
     try:
@@ -128,7 +128,7 @@ def _try_all(
 
 
 def _raise_if_broken(transport: paramiko.Transport, error: Exception) -> None:
-    """Raise an error of a login if the connection broke. If the host closed it regularly, the error is not an ``OSError``."""
+    """Raise an error of a login if the connection broke. If the host closed it, the error is not an ``OSError``."""
     if isinstance(error, OSError) and not transport.is_active():
         raise error
 

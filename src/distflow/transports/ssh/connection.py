@@ -326,7 +326,7 @@ class SshConnection:
         error = transport.get_exception()
         if transport.remote_version:
             reason = f" ({transport.disconnect_reason})" if transport.disconnect_reason else ""
-            found = explain(self.node, f"{endpoint}{reason}", error, "agreeing on keys")
+            found = explain(self.node, f"{endpoint}{reason}", error, "exchanging keys")
             return NodeUnreachable(self.node, found.detail, hint=hint or found.hint)
         if "Indecipherable" in str(error):
             return NodeUnreachable(self.node, f"{endpoint} is not an SSH server", hint=hint or f"check the port {host.port}")

@@ -72,6 +72,18 @@ def test_errors_do_not_repeat_the_name_of_the_node(ask: Callable[..., Any], monk
     assert ask(Pool(name="p", backend="ssh", nodes=(node,)), node, **options.get(ask, {})).error == "connection refused"
 
 
+def test_unknown_fields_of_a_node_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"user": "u", "attempt": "w/g/t/0", "pid": None, "gpus": [0, 1], "ports": [], "cpus": 0, "memory": 0}
+
+    class Link:
+        def request(self, *_: object, **__: object) -> dict[str, Any]:
+            return {"holders": [known | {"color": "red"}], "foreign": []}
+
+    monkeypatch.setattr(inspection, "link_to", lambda *_: nullcontext(Link()))
+    node = Node(name="n1", host="n1", root="/r", python="python3")
+    assert [one.gpus for one in ask_holders(Pool(name="p", backend="ssh", nodes=(node,)), node).holders] == [(0, 1)]
+
+
 @pytest.mark.parametrize(("name", "shown"), [("p", "no answer"), ("login1", "login1: no answer")])
 def test_errors_of_an_engine_name_only_a_login_node(name: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:

@@ -224,7 +224,7 @@ def _container(
         "command": list(command),
         "env": [
             {"name": "DISTFLOW_NODE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "DISTFLOW_POD", "value": "1"},  # volumes are writable for all users, but a pod has no others
+            {"name": "DISTFLOW_POD", "value": "1"},  # volumes are writable for all users, but a pod has only one user
         ],
         **({"resources": {"requests": requests, "limits": limits}} if requests else {}),
         "volumeMounts": [

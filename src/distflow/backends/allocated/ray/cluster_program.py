@@ -203,7 +203,7 @@ class Cluster:
         if host:  # fail early, because Ray itself would try for a minute
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        # Otherwise, Ray's thread for error messages asks without a pause while the head is unreachable, and keeps a core busy.
+        # Otherwise, Ray's thread for error messages polls without a pause while the head is unreachable, and keeps a core busy.
         worker = importlib.import_module("ray._private.worker").global_worker
         if hasattr(worker, "threads_stopped"):  # other versions of Ray may lack this internal attribute
             worker.threads_stopped.set()
@@ -212,7 +212,7 @@ class Cluster:
         """Name of an actor → its endpoint, or the reference of an answer that has not arrived yet."""
 
     def about(self) -> dict[str, Any]:
-        """Return versions."""
+        """Return the versions of Ray and Python."""
         return {"ray": self._ray.__version__, "python": ".".join(str(part) for part in sys.version_info[:3])}
 
     def request(

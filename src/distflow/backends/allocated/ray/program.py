@@ -19,7 +19,7 @@ from distflow.transports.base import Channel, Deadline, Transport
 __all__ = ["ClusterProgram", "RayMissing", "unreadable_answer"]
 
 _LOADER = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())), 'distflow', 'exec'))"
-"""Ray stores the command line of each program that connects to it, so the command line must be short."""
+"""Reads a program from standard input and runs it. Ray stores the command line of each client, so the line must be short."""
 _START_S = 60.0
 _ANSWER_S = 40.0
 _LONGEST_ANSWER = 64 << 20

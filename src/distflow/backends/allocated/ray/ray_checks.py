@@ -61,7 +61,7 @@ def _cluster(
                 "ray",
                 at,
                 f"no node has {listed(missing)}, which platform `{name}` needs",
-                f"{known}: change `ray.platforms` of the pool",
+                f"{known}: change `platforms` of the pool",
             )
     names = [str(one["name"]) for one in nodes]
     duplicates = sorted({plain(name) for name in names if names.count(name) > 1})

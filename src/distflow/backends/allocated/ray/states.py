@@ -132,7 +132,7 @@ def _is_removal(actor: Mapping[str, Any]) -> bool:
 
 
 def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, str], lost: Sequence[str]) -> Over:
-    """Return the end of an allocation by the death of an actor. ``lost``: the hosts that are its Ray node."""
+    """Return the end of an allocation by the death of an actor. ``lost``: the hosts on its Ray node."""
     cause = actor["cause"] or {}
     kind, detail = str(cause.get("kind", "")), str(cause.get("message", ""))
     reason, text = _OTHER_DEATHS.get(kind) or DEATHS.get(str(cause.get("reason")), DEATHS["UNSPECIFIED"])

@@ -26,9 +26,9 @@ exec "$@"
 """
 """Runs a command of Slurm in a clean environment.
 
-distflow itself may run in a job, and users may set output formats: variables of both must not affect the command. The script
-reads ``/etc/profile`` if ``squeue`` is not in PATH, because a command over SSH does not start a login shell, and many clusters
-add Slurm to PATH there.
+distflow itself may run in a job, and users may set output formats. The variables of that job and of these formats must not
+affect the command. The script reads ``/etc/profile`` if ``squeue`` is not in PATH, because a command over SSH does not start a
+login shell, and many clusters add Slurm to PATH there.
 """
 
 

@@ -59,7 +59,7 @@ _BY_SEVERITY = (
 )
 """States of components. The first one that occurs explains the end of a heterogeneous job."""
 _OUT_OF_MEMORY = re.compile(rf"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:{_EXCESS})")
-"""Matches a message about a step that used too much memory, and its node if it is named. The job itself ends as ``FAILED``."""
+"""Matches a message that a step used too much memory, and the node if it is named. Such a job may end as ``FAILED``."""
 
 _NO_GPUS = re.compile(r" JOB_GRES=\S*:0\s")
 """Matches the output of ``scontrol`` for a job that Slurm started without the GPUs that it requested.
@@ -82,7 +82,7 @@ def job_end_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str
 class JobEnd(Struct, frozen=True):
     """The output of Slurm's commands for one job that has ended."""
 
-    job: str
+    scontrol: str
     """Output of ``scontrol``, which forgets a job after some minutes."""
     accounting: str
     """Output of ``sacct``; empty on clusters without accounting."""
@@ -100,10 +100,10 @@ class JobEnd(Struct, frozen=True):
             down: The nodes that are down now.
 
         """
-        states = [one.state for one in components] or re.findall(r" JobState=(\S+) Reason=", self.job)
+        states = [one.state for one in components] or re.findall(r" JobState=(\S+) Reason=", self.scontrol)
         if not states:
             states = [line.split("|")[0].split(" ")[0] for line in self.accounting.splitlines() if line]
-            if not states and "invalid job id" not in self.job.lower():
+            if not states and "invalid job id" not in self.scontrol.lower():
                 return None
         if not states:
             return Over(reason=None, message=f"Slurm no longer knows job {job}")
@@ -130,13 +130,13 @@ class JobEnd(Struct, frozen=True):
         if state == "FAILED":
             text += self._exit()
         # If Slurm ended the job while its script started, or granted no GPUs, the script failed because of that.
-        is_failure = state == "FAILED" and "already completing" not in self.log and _NO_GPUS.search(self.job) is None
+        is_failure = state == "FAILED" and "already completing" not in self.log and _NO_GPUS.search(self.scontrol) is None
         return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts, is_failure=is_failure)
 
     def _lost(self, components: Sequence[Component], down: Collection[str]) -> tuple[str, ...]:
         """Return the nodes that the job lost."""
-        named = re.findall(r" FailedNode=(\S+)", self.job)
-        lists = [one.hosts for one in components] or re.findall(r" NodeList=(\S*)", self.job)
+        named = re.findall(r" FailedNode=(\S+)", self.scontrol)
+        lists = [one.hosts for one in components] or re.findall(r" NodeList=(\S*)", self.scontrol)
         try:
             failed = [host for text in named for host in expand_hosts(text)]
             hosts = [host for text in lists for host in expand_hosts("" if text == "(null)" else text)]
@@ -145,15 +145,16 @@ class JobEnd(Struct, frozen=True):
         return tuple(failed) or tuple(host for host in hosts if host in down)
 
     def _time_limit(self) -> float | None:
-        match = re.search(r" TimeLimit=(\S+) ", self.job)
+        match = re.search(r" TimeLimit=(\S+) ", self.scontrol)
         return parse_limit(match[1]) if match is not None else None
 
     def _exit(self) -> str:
-        match = re.search(r" ExitCode=([0-9]+):([0-9]+) ", self.job) or re.search(r"\|([0-9]+):([0-9]+)\|", self.accounting)
+        match = re.search(r" ExitCode=([0-9]+):([0-9]+) ", self.scontrol)
+        match = match or re.search(r"\|([0-9]+):([0-9]+)\|", self.accounting)
         text = ""
         if match is not None:
             text = f" by signal {match[2]}" if match[2] != "0" else f" with exit code {match[1]}"
-        why = re.search(r" Reason=(\S+)", self.job)
+        why = re.search(r" Reason=(\S+)", self.scontrol)
         if why is not None and why[1] not in ("None", "NonZeroExitCode"):
             text += f" ({plain(why[1])[:100]})"
         log = "; ".join(plain(line).strip() for line in self.log.splitlines()[-5:] if line.strip())

@@ -21,8 +21,8 @@ __all__ = [
     "as_one_shape",
     "components_of",
     "container_options",
-    "is_about_time",
     "is_temporary",
+    "is_time_limit_refusal",
     "job_script",
     "lacks_het_jobs",
     "log_path",
@@ -144,7 +144,7 @@ def within_limits(
     return replace(wanted, time_limit_s=min(found), margin_s=min(found) - shortest)
 
 
-def is_about_time(done: Completed) -> bool:
+def is_time_limit_refusal(done: Completed) -> bool:
     """Return whether a job was refused for its time limit, perhaps among other limits."""
     return "time limit" in _text(done)
 

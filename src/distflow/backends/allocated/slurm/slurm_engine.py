@@ -36,8 +36,8 @@ from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
     components_of,
     container_options,
-    is_about_time,
     is_temporary,
+    is_time_limit_refusal,
     job_script,
     lacks_het_jobs,
     log_path,
@@ -306,7 +306,7 @@ class SlurmEngine:
                 return match[1]
         if len(components) > 1 and lacks_het_jobs(done):
             return None
-        if wanted.time_limit_s is not None and wanted.margin_s > 0 and is_about_time(done):
+        if wanted.time_limit_s is not None and wanted.margin_s > 0 and is_time_limit_refusal(done):
             # The limits of accounts and QOS are not known before the submission.
             shortest = replace(wanted, time_limit_s=wanted.time_limit_s - wanted.margin_s, margin_s=0.0)
             return self._submit(shortest, components)
@@ -390,7 +390,7 @@ class SlurmEngine:
             end = JobEnd(*(part.strip() for part in parts[4 * position : 4 * position + 4]))
             state = end.state_of(job, jobs.get(job, ()), down)
             if state is None:
-                raise NodeUnreachable(self._commands.node, f"`scontrol` failed: {plain(end.job)[:300]}")
+                raise NodeUnreachable(self._commands.node, f"`scontrol` failed: {plain(end.scontrol)[:300]}")
             found[job] = state
         return found
 

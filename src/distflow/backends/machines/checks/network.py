@@ -1,7 +1,7 @@
 """Findings about connections between nodes, the all-reduce between them, and the summary of a check.
 
-There are n·(n-1) connections between n nodes. A disconnected machine fails in 2·(n-1) of them, and
-is usually reported in two findings.
+There are n·(n-1) connections between n nodes. A disconnected machine fails in 2·(n-1) of them, and is usually reported in two
+findings.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Fi
     addresses = {one.node.name: one.address for one in nodes}
     asked = [one.node.name for one in nodes if one.error is None]
     failed = [pair for pair in pairs if pair.kind != "ok"]
-    twins = [pair for pair in failed if addresses.get(pair.source) == pair.address]
-    yield from _twins(twins)
-    failed = [pair for pair in failed if pair not in twins]
+    same_address = [pair for pair in failed if addresses.get(pair.source) == pair.address]
+    yield from _judge_same_address(same_address)
+    failed = [pair for pair in failed if pair not in same_address]
     for source, kind in dict.fromkeys((pair.source, pair.kind) for pair in failed):
         mine = [pair for pair in failed if (pair.source, pair.kind) == (source, kind)]
         if len(mine) > 1 and len(mine) == len(asked) - 1:
@@ -128,7 +128,7 @@ def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Fi
             yield _finding((target,), f"{few(sources)} cannot reach it at {same[0].address}", same[0])
 
 
-def _twins(pairs: Sequence[Pair]) -> Iterator[Finding]:
+def _judge_same_address(pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Yield an error for nodes that have the same address but are different machines."""
     groups: dict[str, list[str]] = {}
     for pair in pairs:
@@ -245,10 +245,11 @@ def _run_on_all(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, .
         except NodeError as error:
             answer, why = {"stdout": ""}, error.detail
         with lock:
+            is_first = bool(why) and not failures
             if why:
                 failures.append((measured.node.name, why))
             answers[rank] = str(answer["stdout"])
-        if why and len(failures) == 1:
+        if is_first:
             for _, other in nodes:
                 other.close()  # ends the other processes, which would wait until their timeout
 

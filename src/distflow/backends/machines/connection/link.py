@@ -48,8 +48,8 @@ class AgentLink:
     4. A malformed message ends the connection, because its content is lost, and so does an exception in ``on_event``. A
        malformed answer counts as a refusal of the kind ``malformed``.
     5. A ping is sent at once and every ``ping_s``. A node that has sent nothing for more than three intervals is
-       unreachable, which is checked once in each interval. ``clock`` is
-       measured by the pings, and is known before any later request is answered.
+       unreachable, which is checked once in each interval. ``clock`` is measured by the pings, and is known before any later
+       request is answered.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class AgentLink:
         self._request(op, callback, fields)
 
     def credit(self, stream: int, size: int) -> None:
-        """Report that ``size`` bytes of a stream have been processed, so that the node may send as many further bytes."""
+        """Report that ``size`` bytes of a stream have been processed, so that the node may send that many more."""
         self._put(encode({"op": "credit", "stream": stream, "bytes": size}))
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class _Leftover(_Form):
     is_ours: bool
 
 
-class _Box(_Form):
+class _Container(_Form):
     name: str
     program: str
     attempt: str
@@ -156,7 +156,7 @@ class _Box(_Form):
 
 class _Reap(_Form):
     processes: list[_Leftover]
-    containers: list[_Box]
+    containers: list[_Container]
     settled: list[str]
     left: list[_Leftover]
     message: str

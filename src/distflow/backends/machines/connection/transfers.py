@@ -1,8 +1,8 @@
 """Transfers from and to a node, and builds of Python environments there, each on a separate connection.
 
 If a transfer is interrupted, the next call resumes it. ``send_blobs``, ``fetch_output`` and ``build_venv_on_node`` use services
-of ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use
-``storage.node_service``, whose connection carries only control messages. docs/agent-protocol.md describes the formats.
+of ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use ``storage.node_service``, whose connection carries only
+control messages. docs/agent-protocol.md describes the formats.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def send_blobs(
 ) -> None:
     """Send blobs one after the other. ``progress`` gets the number of their bytes that are on the node.
 
-    ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses a blob (no
-    space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
+    ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses a blob (no space,
+    damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
     """
     opened = open_service(transport, root, python, "services.receiver", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
