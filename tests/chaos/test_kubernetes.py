@@ -106,7 +106,7 @@ class KubernetesTrouble:
 
     def _pods(self, allocation: str) -> list[dict[str, Any]]:
         with self._api:
-            return self.cluster.objects("pods", self.pool.namespace, "-l", f"distflow.dev/allocation={allocation}")
+            return self.cluster.objects("pods", self.pool.namespace, labels=f"distflow.dev/allocation={allocation}")
 
     def _pod(self, allocation: str) -> str:
         """Wait until an allocation has pods, and return the last one."""

@@ -49,7 +49,7 @@ class KubernetesPool:
 
     def owners(self) -> list[str]:
         """The names of all allocations."""
-        found = self.cluster.objects("configmaps", self.namespace, "-l", "app.kubernetes.io/managed-by=distflow")
+        found = self.cluster.objects("configmaps", self.namespace, labels="app.kubernetes.io/managed-by=distflow")
         return [str(one["metadata"]["name"]) for one in found]
 
     def state(self) -> str:

@@ -32,6 +32,7 @@ workflow:
   resources: {default: {cpu: 0}}
 """
 
+VOLCANO = "apis/scheduling.volcano.sh/v1beta1"
 POD_GROUPS: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
     "metadata": {"name": "podgroups.scheduling.volcano.sh"},
@@ -331,10 +332,10 @@ def test_volcano_gets_a_group_of_pods_that_ends_with_the_gang(pool: KubernetesPo
     pool.cluster.kubectl("wait", "--for=condition=Established", "crd/podgroups.scheduling.volcano.sh")
     workflow = cli.submit(cli.spec(SPIN))
     wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
-    (group,) = pool.cluster.objects("podgroups", pool.namespace)
+    (group,) = pool.cluster.objects("podgroups", pool.namespace, api=VOLCANO)
     assert (group["spec"], group["metadata"]["name"]) == ({"minMember": 2, "queue": "q"}, pool.owners()[0])
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
-    wait_until(lambda: not pool.cluster.objects("podgroups", pool.namespace), 120, "the group of pods is gone")
+    wait_until(lambda: not pool.cluster.objects("podgroups", pool.namespace, api=VOLCANO), 120, "the group of pods is gone")
     pool.await_nothing()
 
 

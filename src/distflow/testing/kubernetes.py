@@ -29,6 +29,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from distflow.backends.allocated.kubernetes.api import ApiError, KubernetesApi
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import KubernetesSettings
 from distflow.testing.daemons import free_port
 from distflow.testing.waiting import is_alive, wait_until
 
@@ -38,6 +41,7 @@ __all__ = [
 
 IMAGE = "docker.io/local/skel:1"
 """An image without programs, which each node of a cluster on this machine has. Its pods mount the host's ``/usr``."""
+_NAMESPACES = "/api/v1/namespaces"
 _PROGRAMS = ("etcd", "containerd", "runc", "busybox", "openssl", "curl", "xz", "ip")
 _PLUGIN = Path("/usr/lib/cni/bridge")
 _PACKAGES = "etcd-server containerd runc containernetworking-plugins busybox-static openssl curl xz-utils iproute2"
@@ -91,14 +95,15 @@ class KubernetesCluster:
         """Whether this machine runs it. Then its daemons can be stopped, and its nodes see the files of this machine."""
         self._script = source.script
         self._users = folder / "users"
-        self._counting = folder / "counting.lock"
-        self._using = folder / "using.lock"
+        self._users_lock = folder / "counting.lock"
+        self._usage_lock = folder / "using.lock"
         self._started: list[subprocess.Popen[bytes]] = []
+        self._api: KubernetesApi | None = None
 
     def __enter__(self) -> KubernetesCluster:
         """Start it if it does not run yet."""
         if self._script is not None:
-            with _locked(self._counting):
+            with _locked(self._users_lock):
                 users = [pid for pid in self._user_pids() if is_alive(pid)]
                 if not users:
                     self._up(self._script)
@@ -108,9 +113,12 @@ class KubernetesCluster:
     def __exit__(self, *_: object) -> None:
         """Remove it if no other process uses it."""
         if self._script is not None:
-            with _locked(self._counting):
+            with _locked(self._users_lock):
                 users = [pid for pid in self._user_pids() if is_alive(pid) and pid != os.getpid()]
                 self._users.write_text("\n".join(map(str, users)))
+                if self._api is not None:
+                    self._api.close()
+                    self._api = None
                 if not users:
                     _down(self._script, self.folder)
                     shutil.rmtree(self.folder, ignore_errors=True)
@@ -122,13 +130,13 @@ class KubernetesCluster:
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Use it, possibly at the same time as other tests."""
-        with _locked(self._using, fcntl.LOCK_SH):
+        with _locked(self._usage_lock, fcntl.LOCK_SH):
             yield
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Use it alone. At the end, stopped daemons are started again."""
-        with _locked(self._using):
+        with _locked(self._usage_lock):
             try:
                 yield
             finally:
@@ -146,48 +154,67 @@ class KubernetesCluster:
             raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr}")
         return done.stdout
 
-    def objects(self, kind: str, namespace: str, *options: str) -> list[dict[str, Any]]:
+    def call(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Call the API server, which takes a tenth of the time of ``kubectl``. ``path`` is absolute."""
+        if self._api is None:
+            self._api = KubernetesApi(KubernetesSettings(kubeconfig=str(self.kubeconfig)))
+        return self._api.call(method, path, query=query, body=body)
+
+    def objects(self, kind: str, namespace: str, *, labels: str = "", api: str = "api/v1") -> list[dict[str, Any]]:
         """Return the objects of a kind, such as ``pods``."""
-        text = self.kubectl("get", kind, "-n", namespace, "-o", "json", *options)
-        found: list[dict[str, Any]] = json.loads(text)["items"]
+        path = f"/{api}/namespaces/{namespace}/{kind}"
+        found: list[dict[str, Any]] = self.call("GET", path, query={"labelSelector": labels} if labels else None)["items"]
         return found
 
     def create_namespace(self) -> str:
         """Create a namespace with a random name, and return the name."""
         name = f"distflow-test-{secrets.token_hex(4)}"
-        self.kubectl("create", "namespace", name)
+        self.call("POST", _NAMESPACES, body={"metadata": {"name": name}})
         return name
 
     def delete_namespace(self, name: str) -> None:
         """Delete a namespace with everything in it, and wait until its pods are gone."""
-        self.kubectl("delete", "pods", "--all", "-n", name, "--grace-period=0", "--force", check=False)
-        self.kubectl("delete", "namespace", name, "--wait=false", check=False)
-        wait_until(lambda: not self.kubectl("get", "pods", "-n", name, "-o", "name", check=False), 60, f"no pods in {name}")
+        for path in (f"{_NAMESPACES}/{name}/pods", f"{_NAMESPACES}/{name}"):
+            with contextlib.suppress(ApiError):
+                self.call("DELETE", path, body={"gracePeriodSeconds": 0})
+        wait_until(lambda: not self.objects("pods", name), 60, f"no pods in {name}")
 
     def add_resource(self, name: str, amount: int) -> None:
         """Make each node offer an extended resource, such as GPUs, without real devices."""
 
         def offers(node_name: str) -> bool:
-            node = json.loads(self.kubectl("get", "node", node_name, "-o", "json"))
+            node = self.call("GET", f"/api/v1/nodes/{node_name}")
             if node["status"]["capacity"].get(name) == str(amount):
                 return True
             for kind in ("capacity", "allocatable"):
                 node["status"][kind][name] = str(amount)
-            path = f"/api/v1/nodes/{node_name}/status"
-            self.kubectl("replace", "--raw", path, "-f", "-", stdin=json.dumps(node), check=False)
-            return False  # the kubelet may have changed the node in the meantime
+            with contextlib.suppress(ApiError):  # the kubelet may have changed the node in the meantime
+                self.call("PUT", f"/api/v1/nodes/{node_name}/status", body=node)
+            return False
 
-        for node_name in self.kubectl("get", "nodes", "-o", "name").split():
-            wait_until(partial(offers, node_name.partition("/")[2]), 60, f"{node_name} offers {name}")
+        for node_name in self._ready_nodes():
+            wait_until(partial(offers, node_name), 60, f"{node_name} offers {name}")
 
     def wait_for_nodes(self, timeout_s: float = 90.0) -> None:
         """Wait until all nodes are ready."""
 
-        def ready() -> bool:
-            lines = self.kubectl("get", "nodes", "--no-headers", check=False).splitlines()
-            return bool(lines) and all(line.split()[1] == "Ready" for line in lines)
+        def are_ready() -> bool:
+            with contextlib.suppress(NodeUnreachable, ApiError):
+                return all(self._ready_nodes().values())
+            return False
 
-        wait_until(ready, timeout_s, "all nodes are ready")
+        wait_until(are_ready, timeout_s, "all nodes are ready")
+
+    def _ready_nodes(self) -> dict[str, bool]:
+        """Return whether each node is ready and accepts pods."""
+
+        def is_ready(node: Mapping[str, Any]) -> bool:
+            conditions = {one["type"]: one["status"] for one in node["status"].get("conditions", ())}
+            return conditions.get("Ready") == "True" and not node["spec"].get("unschedulable")
+
+        return {node["metadata"]["name"]: is_ready(node) for node in self.call("GET", "/api/v1/nodes")["items"]}
 
     def is_up(self, name: str) -> bool:
         """Return whether a daemon runs."""
@@ -233,7 +260,7 @@ class KubernetesCluster:
         try:
             if os.fstat(lock).st_uid != os.geteuid():
                 raise RuntimeError(
-                    f"{_LOCK} belongs to another user, and the directory that it names would be removed: remove this file"
+                    f"{_LOCK} belongs to another user. The tests would remove the directory that it names: remove this file"
                 )
             _await_other_cluster(script, lock)
             remove_killed_cluster(script, lock)
@@ -325,7 +352,7 @@ class ApiProxy:
             while data := await reader.read(64 * 1024):
                 if is_request and (found := self._REQUEST.match(data)):
                     method, path = found[1].decode(), found[2].decode().strip("/").split("/")
-                    self.calls[f"{method} {'/'.join([path[0], *path[2:]])}"] += 1  # without the name of the object
+                    self.calls[f"{method} {'/'.join([path[0], *path[2:]])}"] += 1  # in a namespace: without the object's name
                 writer.write(data)
                 await writer.drain()
 
@@ -342,7 +369,10 @@ def pod_template(*folders: str) -> dict[str, Any]:
 
 
 def _await_other_cluster(script: Path, lock: int) -> None:
-    """Wait until no other test cluster runs on this machine. Remove such a cluster if its test process has ended."""
+    """Lock the open file ``lock``, which the test cluster of this machine holds.
+
+    Wait until no other cluster holds it. Remove that cluster if the process that started it has ended.
+    """
 
     def is_free() -> bool:
         try:
