@@ -31,7 +31,7 @@ from distflow.backends.base import (
 )
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.states import Reason
-from distflow.plan.credentials import GivenSecrets
+from distflow.plan.credentials import TaskSecrets
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files import records
@@ -106,7 +106,7 @@ class Bench:
     def start(self, key: AttemptKey, script: str) -> int:
         """Start a leased attempt and return the pid of its command."""
         launch = BoundLaunch(task=key.task, node=key.node, argv=("sh", "-c", script), environment={})
-        self.backend.prepare(key, launch, GivenSecrets(), 5.0)
+        self.backend.prepare(key, launch, TaskSecrets(), 5.0)
         self.await_one(Prepared, key=key)
         self.backend.start(key)
         pid = self.await_one(Started, key=key).pid

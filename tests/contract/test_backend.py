@@ -57,7 +57,7 @@ from distflow.backends.machines.connection.transfers import Fetched, send_blobs
 from distflow.backends.machines.leasing import GangLease
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
-from distflow.plan.credentials import GivenSecrets
+from distflow.plan.credentials import TaskSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import KubernetesSettings, Node, Pool, RaySettings, SlurmSettings
 from distflow.protocol.names import Operation
@@ -181,7 +181,7 @@ class Bench:
         """Lease, prepare and start one attempt."""
         self.lease(task)
         key = self.key(task)
-        self.backend.prepare(key, self.launch(script, task), GivenSecrets(), 5.0)
+        self.backend.prepare(key, self.launch(script, task), TaskSecrets(), 5.0)
         self.await_one(Prepared, key=key)
         self.backend.start(key)
         self.await_one(Started, key=key)
@@ -448,7 +448,7 @@ def test_leases_of_a_refused_gang_can_be_requested_at_once(bench: Bench) -> None
         bench.keep(W2)
         assert len(_gpus(bench.lease("a", gpus=1))) == 1
         key = bench.key("a")
-        bench.backend.prepare(key, bench.launch("true", "a"), GivenSecrets(), 5.0)
+        bench.backend.prepare(key, bench.launch("true", "a"), TaskSecrets(), 5.0)
         bench.await_one(Prepared, key=key)
         bench.backend.release(key)
         bench.await_one(Released, key=key)
@@ -685,7 +685,7 @@ def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: 
         raise RuntimeError("bad launch")
 
     monkeypatch.setattr("distflow.backends.machines.connection.node_connection.path_prepend", fails)
-    bench.backend.prepare(bench.key(), bench.launch("true"), GivenSecrets(), 5.0)
+    bench.backend.prepare(bench.key(), bench.launch("true"), TaskSecrets(), 5.0)
     message = bench.await_one(PrepareFailed, key=bench.key()).message
     assert message.startswith("a bug in distflow, please report it: RuntimeError('bad launch'); the traceback is in")
     bench.backend.release(bench.key())
@@ -759,7 +759,7 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.Mo
     bench.lease("t")
 
     def prepare() -> None:
-        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
+        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), TaskSecrets(), 5.0)
 
     def breaks_off(*_: object, **__: object) -> None:
         monkeypatch.setattr("distflow.backends.machines.connection.node_connection.send_blobs", send_blobs)
@@ -899,12 +899,12 @@ def test_a_start_that_crosses_the_end_of_its_lease_is_not_a_start_failure(tmp_pa
         bench.await_one(NodeUp)
         bench.backend.lease(bench.request("t"))
         bench.await_one(Leased)
-        bench.backend.prepare(key, bench.launch("true"), GivenSecrets(), 5.0)
+        bench.backend.prepare(key, bench.launch("true"), TaskSecrets(), 5.0)
         bench.await_one(Prepared)
         kill_together(json.loads((tmp_path / "node" / PRIVATE / key.name / "runner.json").read_text()))
         assert bench.await_one(Ended).end["reason"] == "both_died"
         bench.backend.start(key)
-        bench.backend.prepare(key, bench.launch("true"), GivenSecrets(), 5.0)
+        bench.backend.prepare(key, bench.launch("true"), TaskSecrets(), 5.0)
         wait_until(lambda: not bench.backend._halts, 20, "it is answered")  # type: ignore[attr-defined]
         bench.backend.stop(key, grace_s=0, why="")
         bench.await_one(StopAccepted)
@@ -936,7 +936,7 @@ def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Pat
         bench.seen.clear()
         bench.backend.lease(bench.request("t"))
         bench.await_one(Leased)
-        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
+        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), TaskSecrets(), 5.0)
         bench.await_one(Prepared, key=key)
         bench.backend.release(key)
         bench.await_one(Released, key=key)

@@ -146,7 +146,7 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     assert lines[1:] == ["0"]
     for name, words in (
         ("stages-1:missing", "stages-1 has no task `missing`"),
-        ("stages-1:rate", "rate of stages-1 never ran, so it has no output"),
+        ("stages-1:rate", "rate of stages-1 has not run, so it has no output"),
         ("stages:x", "`stages:x` does not name a task"),
     ):
         refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))

@@ -78,7 +78,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     # One for each task; another task has its own.
     done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
     assert done.code == 2
-    message, hint = f"a background copy to main of {workflow} is already running", "stop it first: distflow workflow rsync stop"
+    message, hint = f"a background copy to `{workflow}/main` is already running", "stop it first: distflow workflow rsync stop"
     assert f"{message}\n{hint} {workflow} --task main\n" in done.err
     assert place.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
     await_text(work_of(place, "helper") / "own" / "train.py", "second")

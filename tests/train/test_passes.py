@@ -66,7 +66,7 @@ def test_a_pipeline_refuses_a_batch_without_samples() -> None:
 
 def test_tensors_without_a_second_dimension_have_no_sequences() -> None:
     parts = part_of_sequences(init_device_mesh("cpu", (1,)), torch.ones(4), None)
-    with pytest.raises(ValueError, match=r"need the shape \(samples, time, …\).*found \(4,\)"), parts:
+    with pytest.raises(ValueError, match=r"must have the shape \(samples, time, …\).*found \(4,\)"), parts:
         pass
 
 

@@ -102,7 +102,7 @@ def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
     too_odd, by_name = found["errors"]
     assert "pad sequences of length 7 to a multiple of tp's 2 ranks" in too_odd
-    assert "Block got 0 positional arguments, but needs one" in by_name
+    assert "Block got 0 positional arguments, but needs exactly one" in by_name
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "sequences"), (4, "sequences × shards"), (4, "sequences × tp")])
@@ -113,7 +113,7 @@ def test_parts_of_sequences_train_as_whole_sequences_do(worlds: Worlds, world: i
     assert "needs GPUs" in found["refused"]  # without the kernel that the check adds
     call, length = found["errors"]
     assert "call plan.forward_backward or plan.evaluate" in call
-    assert "a multiple of 4 (pad them): found (" in length
+    assert "a multiple of 4: found (" in length
 
 
 def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:
@@ -168,7 +168,7 @@ def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
     ("name", "message"),
     [
         ("bare", "modules without these methods: 1"),
-        ("tied", "`0.weight` (stage 0) and `1.weight` (stage 1) are one parameter"),
+        ("tied", "`0.weight` (stage 0) and `1.weight` (stage 1) are tied"),
         ("partly", "only partly on the meta device: 1.weight is not"),
         ("forgotten", "0 (_Scale) does not initialize its tensor table"),
         ("traced", "a model on the meta device cannot be traced"),

@@ -526,7 +526,7 @@ def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> N
         ({"DISTFLOW_WORLD_SIZE": "8"}, "RANK is not set: start the script with"),
         ({"RANK": "two"}, "RANK is set, but not"),
         ({"DISTFLOW_WORLD_SIZE": "many"}, "DISTFLOW_WORLD_SIZE=many: not a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is not a rank of a world of 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
     ],
 )
 def test_an_environment_that_makes_no_world_is_explained(environment: dict[str, str], said: str) -> None:

@@ -445,7 +445,7 @@ class Workflow:
         except ValueError as error:
             raise InputError(f"`{command}` cannot be split into arguments: {error}") from None
         if not argv:
-            raise InputError("there is no command to run")
+            raise InputError("`command` is empty", hint="pass a command, such as `nvidia-smi`")
         names = _several(task)
         with _client() as client:
             record = self._record(client)

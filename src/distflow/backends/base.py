@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason
-from distflow.plan.credentials import GivenSecrets
+from distflow.plan.credentials import TaskSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
 from distflow.protocol.names import attempt_name
@@ -467,7 +467,7 @@ class Backend(Protocol):
         """Stop a ``build_venv`` that is no longer needed. There is no answer."""
         ...
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Bring inputs, files, image and launch record to the node, which stores ``memo`` unchanged for later queries."""
         ...
 

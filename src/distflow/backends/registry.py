@@ -45,7 +45,8 @@ def preload(names: Iterable[str]) -> None:
 def require_supported(pool: Pool) -> None:
     """Raise ``InputError`` if the pool's backend is unknown, lacks a package, or does not run on this operating system."""
     if pool.backend not in BACKENDS:
-        raise InputError(f"this version of distflow has no backend `{pool.backend}`", hint=f"available: {', '.join(BACKENDS)}")
+        message = f"pool {pool.name} has `backend: {pool.backend}`, which this version of distflow does not have"
+        raise InputError(message, hint=f"available: {', '.join(BACKENDS)}")
     if pool.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise InputError(
             f"pool {pool.name} needs the package `kubernetes`, which is not installed",

@@ -195,14 +195,18 @@ def _report(
             "verb": verb,
             **body,
             "seconds": round(seconds, 3),
-            "bytes_per_second": round(moved.size / max(seconds, 0.001)),
+            "transferred_bytes": moved.size - moved.skipped_size,
+            "bytes_per_second": round((moved.size - moved.skipped_size) / max(seconds, 0.001)),
         }
         _write_benchmark(benchmark_out, verb, measured)
     if format_type is Format.JSON:
         print(json.dumps(body, indent=2))
         return
-    skipped = f"; {moved.skipped} of them {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
-    print(f"{verb}ed {count_text(moved.files, 'file')}, {bytes_text(moved.size)}{skipped}")
+    skipped = ""
+    if moved.skipped:
+        skipped = f"; {count_text(moved.skipped, 'file')} {'was' if moved.skipped == 1 else 'were'} already there"
+    size = bytes_text(moved.size - moved.skipped_size)
+    print(f"{verb}ed {count_text(moved.files - moved.skipped, 'file')}, {size}{skipped}")
 
 
 def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from distflow.client.client import Client
 from distflow.documents.problems import Problem, Severity
 from distflow.errors import InputError
-from distflow.plan.credentials import login_name, registry_of, stored_name
+from distflow.plan.credentials import credential_key, registry_key, registry_of
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
@@ -112,7 +112,7 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Map
             raise InputError(message, hint="pass it as base64, and decode it in the task")
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
-    values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
+    values = {credential_key(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
     return {
         **given,
         **values,
@@ -124,7 +124,7 @@ def _logins(plan: Plan, directory: StateDirectory) -> dict[str, Secret]:
     """Return the logins for the registries of a plan's images, from credentials of type REGISTRY."""
     registries = {registry_of(launch.image or "") for group in plan.groups for launch in group.launches} - {""}
     found = {registry: Credentials(directory.credentials).for_registry(registry) for registry in sorted(registries)}
-    return {login_name(registry): _login(payload) for registry, payload in found.items() if payload is not None}
+    return {registry_key(registry): _login(payload) for registry, payload in found.items() if payload is not None}
 
 
 def _login(payload: Mapping[str, Secret]) -> Secret:

@@ -100,7 +100,7 @@ def export_to_kubernetes(
     if pool.kubernetes is None:
         if request.pool is not None:
             hint = "name a pool with `backend: kubernetes`, or omit --pool"
-            raise InputError(f"the pool `{pool.name}` has no Kubernetes settings", hint=hint)
+            raise InputError(f"the pool `{pool.name}` has `backend: {pool.backend}`, not `kubernetes`", hint=hint)
         pool = Pool(name="kubernetes", backend="kubernetes", nodes=(), template=ssh_node())
     pool = pool.with_settings(request.settings)
     checked = with_environment(checked, pool.given.environment)

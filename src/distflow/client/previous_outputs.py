@@ -101,7 +101,7 @@ def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, ta
     shown = f"{task.name} of {group.kept.id if group.kept else record.id}"
     if task.node is None or task.output_dir is None:
         if not task.attempt:
-            raise InputError(f"{shown} never ran, so it has no output", hint=f"details: distflow workflow query {record.id}")
+            raise InputError(f"{shown} has not run, so it has no output", hint=f"details: distflow workflow query {record.id}")
         fetch = f"distflow workflow fetch {record.id} --task {task.name} --retry-id {task.attempt - 1}"
         message = f"retry {task.attempt} of {shown} has not run, so it has no output"
         raise InputError(message, hint=f"to copy the output of the attempt before it: {fetch}")

@@ -21,7 +21,7 @@ from distflow.client.workflows import choose_tasks
 from distflow.documents.text import listed
 from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachable, WorkflowEnded
 from distflow.lifecycle.states import State
-from distflow.plan.credentials import given_secrets
+from distflow.plan.credentials import task_secrets
 from distflow.pools.model import Node, Pool
 from distflow.protocol.names import attempt_name
 from distflow.shell import Secret
@@ -146,7 +146,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
     pool = replace(store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
     launch = store.plan(record.uuid).group(group).launch(task.name)
     try:
-        secrets = given_secrets(launch, read_secrets(client.directory.secrets, record.uuid))
+        secrets = task_secrets(launch, read_secrets(client.directory.secrets, record.uuid))
     except LookupError as error:
         raise InputError(f"{error.args[0]} is no longer stored", hint="submit the workflow again") from None
     return RunningTask(

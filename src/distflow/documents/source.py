@@ -70,7 +70,7 @@ def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: 
 
 
 def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) -> str:
-    """Return the text of ``data``, which is UTF-8, without a byte order mark and with all line ends as line feeds.
+    """Decode ``data`` from UTF-8. The result has no byte order mark, and all its line ends are line feeds.
 
     Raises ``ProblemsFound`` if ``data`` is too large, binary or not UTF-8.
     """
@@ -111,7 +111,7 @@ def _too_large(shown: str, size: int, limit: int, kind: str) -> ProblemsFound:
     message = f"the file is too large: {found}, and the maximum is {most}"
     if found == most:  # rounded, or only the first bytes were read
         message = f"the file is too large: the maximum is {most}"
-    hint = "name a spec or a configuration; a spec sends large files with `localpath`" if kind == _YAML else f"name a {kind}"
+    hint = "name a spec; to send a large file with it, use `localpath`" if kind == _YAML else f"name a {kind}"
     return _found(shown, message, hint)
 
 

@@ -76,7 +76,7 @@ def job_spec(name: str, runtime: str, trainer: object | None, options: JobOption
     kind = class_name(trainer, _TRAINERS)
     if kind == "BuiltinTrainer":
         raise ValueError(
-            "distflow does not have Kubeflow's torchtune trainer: call torchtune, TRL or transformers in a function, and pass "
+            "`BuiltinTrainer` (torchtune) is not supported: call torchtune, TRL or transformers in a function, and pass "
             "CustomTrainer(func=…)"
         )
     if kind is None:

@@ -1,4 +1,4 @@
-"""The credentials of a task. The plan has the names of their variables and keys; ``given_secrets`` returns the values."""
+"""The credentials of a task. The plan has the names of their variables and keys; ``task_secrets`` returns the values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from distflow.shell import Secret
 from distflow.spec.model import CredentialUse
 from distflow.storage.credentials import Identity
 
-__all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "registry_of", "stored_name"]
+__all__ = ["TaskSecrets", "credential_key", "planned_credentials", "registry_key", "registry_of", "task_secrets"]
 
 
-class GivenSecrets(Struct, frozen=True, kw_only=True):
+class TaskSecrets(Struct, frozen=True, kw_only=True):
     """All secrets of one task."""
 
     variables: Mapping[str, Secret] = field(default_factory=lambda: MappingProxyType({}))
@@ -32,12 +32,12 @@ class GivenSecrets(Struct, frozen=True, kw_only=True):
     Inputs without an entry are sent through the supervisor's machine."""
 
 
-def stored_name(credential: str, key: str) -> str:
+def credential_key(credential: str, key: str) -> str:
     """Return the name under which a workflow's secrets contain a value of a credential. No variable can have this name."""
     return f"{credential}:{key}"
 
 
-def login_name(registry: str) -> str:
+def registry_key(registry: str) -> str:
     """Return the name under which a workflow's secrets contain a registry's login. No credential can have this name."""
     return f"@registry:{registry}"
 
@@ -65,26 +65,26 @@ def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredentia
     )
 
 
-def given_secrets(launch: Launch, stored: Mapping[str, Secret]) -> GivenSecrets:
+def task_secrets(launch: Launch, stored: Mapping[str, Secret]) -> TaskSecrets:
     """Return the secrets of a task from the values ``stored`` for its workflow. ``--set-env`` overrides credentials.
 
     The result has no ``token`` and no ``stores``: the caller adds them. Raises ``LookupError`` with a description of a missing
     value.
     """
     variables = {
-        name: _value(stored, stored_name(one.name, key), f"the key {key} of the credential {one.name}")
+        name: _value(stored, credential_key(one.name, key), f"the key {key} of the credential {one.name}")
         for one in launch.credentials
         for name, key in one.variables.items()
     }
     variables |= {name: _value(stored, name, f"{name} of --set-env") for name in launch.secret_names}
     directories = {one.path: _files(stored, one.name) for one in launch.credentials if one.path}
     registry = registry_of(launch.image or "")
-    login = stored.get(login_name(registry)) if registry else None
-    return GivenSecrets(variables=variables, directories=directories, login=(registry, login) if login else None)
+    login = stored.get(registry_key(registry)) if registry else None
+    return TaskSecrets(variables=variables, directories=directories, login=(registry, login) if login else None)
 
 
 def _files(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:
-    prefix = stored_name(credential, "")
+    prefix = credential_key(credential, "")
     found = {name.removeprefix(prefix): _as_file(value) for name, value in stored.items() if name.startswith(prefix)}
     if not found:
         raise LookupError(f"the credential {credential}")

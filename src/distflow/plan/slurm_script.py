@@ -78,9 +78,9 @@ def slurm_script(
     groups = [_Group(without_member_files(group), pool) for group in plan.groups]
     external = _external(plan, contents)
     if external and not files_next_to_it:
-        size = sum(len(contents[digest]) for digest in external) / 2**20
+        size, most = sum(map(len, contents.values())) / 2**20, _MOST_EMBEDDED / 2**20
         hint = "add `--output FILE`: distflow then writes them to the directory FILE.files"
-        raise InputError(f"files of {size:.1f} MiB are too large for a script", hint=hint)
+        raise InputError(f"the files of the spec have {size:.1f} MiB, and a script can contain at most {most:g} MiB", hint=hint)
     files = shared_files(plan)
     warnings = slurm_limits(plan, spec, pool, contents)
     is_graph = len(groups) > 1

@@ -111,7 +111,7 @@ def _parse_file(entry: View, base_dir: Path) -> FileSpec | None:
     is_directory = os.path.isdir(found)
     if encoded and not is_directory:
         try:
-            data = read_bytes(found, limit=_BASE64_LIMIT)
+            data = read_bytes(found, limit=_BASE64_LIMIT, kind="base64 file, or decode it and send it without `base64`")
         except ProblemsFound as error:
             entry.add(error.problems[0].message, error.problems[0].hint, key="localpath")
             return None

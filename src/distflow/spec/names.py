@@ -74,7 +74,9 @@ MOST_LABELS = 16
 _WORD = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _PREFIX = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 _FORMAT = "at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
-LABEL_KEY_FORMAT = f"[prefix/]name, with a name of {_FORMAT}"
+LABEL_KEY_FORMAT = (
+    f"`name` or `prefix/name`: the name has {_FORMAT}; the prefix is the same in lowercase and without `_`, and may be longer"
+)
 
 
 def is_label_key(key: str) -> bool:

@@ -54,8 +54,8 @@ class End(Struct, frozen=True, kw_only=True):
     clock: Clock | None = None
     """The measured offset of the node's clock, by which the times were corrected; ``None`` if it was not measured."""
 
-    def is_before_stop(self, at: float) -> bool:
-        """Return whether the task was stopped, and not before ``at`` (seconds since the epoch by the node's clock)."""
+    def was_stopped_after(self, at: float) -> bool:
+        """Return whether the task was stopped at or after ``at`` (seconds since the epoch by the node's clock)."""
         return self.stopped_at is not None and (self.clock.ours(at) if self.clock else at) <= self.stopped_at
 
     @property

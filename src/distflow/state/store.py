@@ -116,8 +116,8 @@ class Store:
     2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions. Only
        ``keep_number`` may leave gaps.
     3. ``save`` writes records and their events together.
-    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. Methods that read documents
-       of a workflow by its uuid need a uuid that is in the store, and ``document`` needs one of its kinds.
+    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. ``document``, ``plan`` and
+       ``pool`` must be called with the uuid of a stored workflow, and ``document`` with a kind that it names.
     5. If the file cannot be written, reading still works, and every method that writes raises ``StateError``.
     """
 
@@ -327,14 +327,14 @@ class Store:
         return str(row[0])
 
     def folder(self, workflow: str) -> str | None:
-        """Return the directory of a workflow's (uuid) spec at its submission; ``None`` if it was not recorded."""
+        """Return the directory that had the spec of a workflow (uuid) at its submission; ``None`` if it was not recorded."""
         with self._errors():
             row = self._db.execute("SELECT folder FROM documents WHERE workflow = ?", (workflow,)).fetchone()
         return None if row is None else row[0]
 
     def plan(self, workflow: str) -> Plan:
         """Return the plan of a workflow (uuid)."""
-        from distflow.plan.model import Plan  # noqa: PLC0415  readers of records do without
+        from distflow.plan.model import Plan  # noqa: PLC0415  code that only reads records does not need it
 
         with self._errors():
             row = self._db.execute("SELECT plan FROM documents WHERE workflow = ?", (workflow,)).fetchone()
@@ -342,7 +342,7 @@ class Store:
 
     def pool(self, workflow: str) -> Pool:
         """Return the pool of a workflow (uuid) as it was at submission."""
-        from distflow.pools.model import Pool  # noqa: PLC0415  readers of records do without
+        from distflow.pools.model import Pool  # noqa: PLC0415  code that only reads records does not need it
 
         with self._errors():
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
@@ -354,7 +354,7 @@ class Store:
             row = self._db.execute("SELECT notify FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             if row is None or row[0] is None:
                 return ()
-            from distflow.documents.notify import NotifyTarget  # noqa: PLC0415  readers of records do without
+            from distflow.documents.notify import NotifyTarget  # noqa: PLC0415  code that only reads records does not need it
 
             return decode(row[0], tuple[NotifyTarget, ...])
 

@@ -216,7 +216,8 @@ class Datasets:
                 on_progress=lambda done, _, before=result.size: on_progress(before + done, whole),  # type: ignore[misc]
             )  # fmt: skip
             result = TransferResult(
-                files=result.files + part.files, size=result.size + part.size, skipped=result.skipped + part.skipped
+                files=result.files + part.files, size=result.size + part.size,
+                skipped=result.skipped + part.skipped, skipped_size=result.skipped_size + part.skipped_size,
             )  # fmt: skip
         return result
 

@@ -8,6 +8,7 @@ complete files.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import stat
 import threading
@@ -52,6 +53,8 @@ class TransferResult:
     """The size of these files in bytes."""
     skipped: int = 0
     """The number of these files that were not transferred, because they were already complete."""
+    skipped_size: int = 0
+    """The size of the skipped files in bytes."""
 
 
 def find(
@@ -134,6 +137,7 @@ def download(
     }
 
     def fetch(one: SelectedObject) -> bool:
+        """Return whether the file was already complete."""
         if resume and downloads[one.name].is_complete():
             counter.add(one.entry.size)
             return True
@@ -148,7 +152,12 @@ def download(
             for one in downloads.values():
                 one.discard()
         raise
-    return TransferResult(files=len(objects), size=sum(one.entry.size for one in objects), skipped=sum(were_complete))
+    return _result([one.entry.size for one in objects], were_complete)
+
+
+def _result(sizes: Sequence[int], were_complete: Sequence[bool]) -> TransferResult:
+    skipped = list(itertools.compress(sizes, were_complete))
+    return TransferResult(files=len(sizes), size=sum(sizes), skipped=len(skipped), skipped_size=sum(skipped))
 
 
 def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, Path]:
@@ -285,8 +294,7 @@ def upload(
         retries.call(lambda: _write(store, destination, one, retries, counter))
         return False
 
-    existed = _for_all(files, send, at_once, retries)
-    return TransferResult(files=len(files), size=sum(one.size for one in files), skipped=sum(existed))
+    return _result([one.size for one in files], _for_all(files, send, at_once, retries))
 
 
 def _write(store: Store, destination: StorageUrl, one: Source, retries: Retries, counter: _ByteCounter) -> None:

@@ -97,7 +97,7 @@ def raised_before_stop(end: End, lines: Sequence[str]) -> PrintedException | Non
         line = lines[one.last_line]
         time = line.time if isinstance(line, PrintedLine) else None
         if one.is_labeled and time is not None and not is_symptom(one.text):
-            return one if end.is_before_stop(time) else None
+            return one if end.was_stopped_after(time) else None
     return None
 
 

@@ -194,7 +194,7 @@ def _failed_before_stop(end: End) -> bool:
     error = parse_error_file(end.error)
     if not end.exit_code or error is None or error.raised_at is None or is_symptom(error.message):
         return False
-    return end.is_before_stop(error.raised_at)
+    return end.was_stopped_after(error.raised_at)
 
 
 def _by_command(end: End) -> _Conclusion:

@@ -36,7 +36,7 @@ from distflow.documents.text import one_line
 from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind_task
-from distflow.plan.credentials import GivenSecrets, given_secrets
+from distflow.plan.credentials import TaskSecrets, task_secrets
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
 from distflow.state.event_details import WorkflowRefused
@@ -593,11 +593,11 @@ def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -
     return add_checkpoints(add_url_inputs(launch, plan, workflow.record, group), plan, group)
 
 
-def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
+def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> TaskSecrets:
     """Return, from ``folder``, the secrets of the task to prepare. Raises ``StateError`` if they are missing or unreadable."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
-        given = given_secrets(plan, read_secrets(folder, command.key.workflow))
+        given = task_secrets(plan, read_secrets(folder, command.key.workflow))
         token = gang_token(folder, f"{command.key.workflow}/{command.key.group}/{command.key.attempt}")
     except (OSError, json.JSONDecodeError) as error:
         remedy = "submit the workflow again, or make the files readable if access was denied"

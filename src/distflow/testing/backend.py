@@ -41,7 +41,7 @@ from distflow.backends.base import (
 )
 from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
-from distflow.plan.credentials import GivenSecrets
+from distflow.plan.credentials import TaskSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.storage.task_data import Delivered, RelayRequired
@@ -203,7 +203,7 @@ class FakeBackend:
         self,
         key: AttemptKey,
         launch: BoundLaunch,
-        secrets: GivenSecrets,
+        secrets: TaskSecrets,
         stop_grace_s: float,  # noqa: ARG002
         memo: str = "",  # noqa: ARG002
     ) -> None:

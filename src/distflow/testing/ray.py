@@ -45,7 +45,7 @@ _CLI = "from ray.scripts.scripts import main; main()"
 _RUNNER = """\
 import functools, io, json, os, ray, sys
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # Ray prints messages of its daemons there, at any time
+os.dup2(2, 1)  # Ray prints messages of its daemons to standard output at any time
 ray.init(address=sys.argv[1], namespace="distflow", log_to_driver=False, logging_level="ERROR")
 ray._private.worker.global_worker.threads_stopped.set()  # as in cluster_program.py
 for line in sys.stdin:
@@ -158,7 +158,7 @@ class RayCluster:
         """Kill the head as a power failure does, and start a new cluster without the old one's state at the same address."""
         self.kill_node(self.nodes[0])
         # The other nodes end by themselves. A head that started while they run would refuse them as nodes of another cluster.
-        wait_until(lambda: not any(_is_raylet(pid) for pid in self.processes()), 90, "the nodes have lost their head")
+        wait_until(lambda: not any(_is_raylet(pid) for pid in self.processes()), 90, "the raylets of all nodes have ended")
         for node in self.nodes:
             self.kill_node(node)
         self.start()
@@ -214,6 +214,7 @@ class RayCluster:
 
     def kill_programs(self) -> int:
         """Kill distflow's programs that are connected to this cluster, including that of ``ask``, and return their number."""
+        # The end of the command line of `ClusterProgram`.
         mark = f"'distflow', 'exec'))\0{self.address}\0"
         found = [int(name) for name in os.listdir("/proc") if name.isdigit() and mark in _command(int(name))]
         return len(_kill(found))
@@ -234,6 +235,7 @@ class RayCluster:
 
     def residents(self, node: str = "") -> list[int]:
         """Return the process ids of distflow's resident programs (``runtime.services.resident``), on one node or on all."""
+        # The arguments with which `cluster_program.py` starts it.
         return [pid for pid in self.processes(node) if "\0tied\0distflow-" in _command(pid)]
 
     def processes(self, node: str = "") -> list[int]:

@@ -170,7 +170,7 @@ class Slurm:
         return done.stdout
 
     def jobs(self) -> list[str]:
-        """Return the ids of all jobs that wait or run."""
+        """Return the ids of all jobs that have not ended."""
         return self.run("squeue", "--noheader", "--format=%i", "--states=PD,R,CF,CG,S").split()
 
     def cancel_jobs(self) -> None:
@@ -220,7 +220,10 @@ class Slurm:
         )  # fmt: skip
 
     def processes(self, node: str = "") -> list[int]:
-        """Return the process ids of jobs and step daemons on ``node``. Default: on all nodes, with those of Slurm commands."""
+        """Return the process ids of jobs and step daemons on ``node``.
+
+        Without ``node``: on all nodes, and also those of Slurm commands such as ``srun``.
+        """
         spools = [str(self._spool / name) for name in ([node] if node else self.nodes)]
         marks = [f"SLURM_CONF={self.config}"] + ([f"SLURMD_NODENAME={node}"] if node else [])
         daemons = {daemon.pid for daemon in self._daemons.values()}

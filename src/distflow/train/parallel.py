@@ -132,6 +132,8 @@ class ParallelPlan:
         if isinstance(self.model, Pipeline):
             return self.model.step(inputs, targets)
         samples = sample_count(inputs)
+        if not samples:
+            raise ValueError("the batch has no samples: give every rank at least one")
         if not 1 <= count <= samples:
             raise ValueError(
                 f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches: give at least "
@@ -236,7 +238,7 @@ class ParallelPlan:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the whole model's parameters and buffers on the CPU of rank 0, by their names without a strategy.
+        """Return the whole model's parameters and buffers on the CPU of rank 0, by their names in the original model.
 
         Collective. Other ranks get an empty dictionary. Under a pipeline, each rank gets its own stages. Between two averages
         of ``local_sgd``, parameters are the mean over the ranks.
@@ -246,7 +248,7 @@ class ParallelPlan:
         return full_state_dict(self.model)
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """Return the whole model's parameters and buffers on the CPU of every rank, by their names without a strategy.
+        """Return the whole model's parameters and buffers on the CPU of every rank, by their names in the original model.
 
         Collective. Between two averages of ``local_sgd``, parameters are the mean over the ranks.
         """

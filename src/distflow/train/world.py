@@ -220,7 +220,7 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
         )
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
-        raise WorldError(f"RANK={rank} is not a rank of a world of {size}: ranks are counted from 0")
+        raise WorldError(f"RANK={rank} is not a rank of WORLD_SIZE={size}, which are counted from 0: correct these variables")
     local_rank = _number(environment, "LOCAL_RANK", 0)
     has_cuda = torch.cuda.is_available()
     if backend == "auto":

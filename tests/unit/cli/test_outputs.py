@@ -42,7 +42,7 @@ def test_the_suggestion_without_files_keeps_the_chosen_attempt(
 @pytest.mark.parametrize(
     ("attempt", "message", "hint"),
     [
-        (0, "worker of {id} never ran", "details: distflow workflow query {id}"),
+        (0, "worker of {id} has not run", "details: distflow workflow query {id}"),
         (
             1,
             "retry 1 of worker of {id} has not run",

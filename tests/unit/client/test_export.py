@@ -71,7 +71,10 @@ def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
     (folder / "small.bin").write_bytes(b"\0\1")
     spec = one_task(files=[{"path": "big.bin", "localpath": "big.bin"}, {"path": "small.bin", "localpath": "small.bin"}])
     assert run(["workflow", "export", spec, "--to", "slurm"]) == 2
-    assert "files of 2.0 MiB are too large for a script\nadd `--output FILE`" in capsys.readouterr().err
+    assert (
+        "the files of the spec have 2.0 MiB, and a script can contain at most 1 MiB\nadd `--output FILE`"
+        in capsys.readouterr().err
+    )
     out, _ = exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch")
     assert out == "wrote job/one.sbatch\nwrote job/one.sbatch.files/big.bin\n"
     assert (folder / "job/one.sbatch.files/big.bin").read_bytes() == (folder / "big.bin").read_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.plan.credentials import given_secrets, registry_of
+from distflow.plan.credentials import registry_of, task_secrets
 from distflow.plan.model import Launch, PlannedCredential
 from distflow.shell import Secret
 
@@ -23,7 +23,7 @@ def launch(*credentials: PlannedCredential, names: tuple[str, ...] = (), image: 
 def test_variables_and_directories() -> None:
     one = PlannedCredential(name="wandb", variables={"KEY": "key", "TOKEN": "key"})
     two = PlannedCredential(name="wandb", path="files/x")
-    given = given_secrets(launch(one, two, names=("TOKEN",)), STORED)
+    given = task_secrets(launch(one, two, names=("TOKEN",)), STORED)
     assert {name: value.reveal() for name, value in given.variables.items()} == {"KEY": "one line", "TOKEN": "by --set-env"}
     files = given.directories["files/x"]
     # Programs that read keys want their last line ended.
@@ -40,7 +40,7 @@ def test_variables_and_directories() -> None:
 )
 def test_the_error_names_the_missing_value(given: Launch, said: str) -> None:
     with pytest.raises(LookupError, match=f"^{said}$"):
-        given_secrets(given, STORED)
+        task_secrets(given, STORED)
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_the_error_names_the_missing_value(given: Launch, said: str) -> None:
 )
 def test_the_registry_of_an_image(image: str, registry: str) -> None:
     assert registry_of(image) == registry
-    login = given_secrets(launch(image=image), STORED).login
+    login = task_secrets(launch(image=image), STORED).login
     assert (login is not None) == (registry == "registry.example")

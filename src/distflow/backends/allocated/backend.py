@@ -60,7 +60,7 @@ from distflow.documents.quantities import seconds_text
 from distflow.documents.requirements import Requirements
 from distflow.errors import DistflowError, NodeUnreachable, StorageError
 from distflow.lifecycle.states import Reason
-from distflow.plan.credentials import GivenSecrets
+from distflow.plan.credentials import TaskSecrets
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
 from distflow.protocol.ends import EndReason, code_of
@@ -230,7 +230,7 @@ class AllocatedBackend:
         """Stop a ``build_venv`` that is no longer needed."""
         self._machines.cancel_venv(key)
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Bring inputs, files, image and launch record to the node."""
         self._command(key, partial(self._machines.prepare, key, launch, secrets, stop_grace_s, memo))
 

@@ -45,7 +45,7 @@ from distflow.backends.machines.outputs import Collector, Deliverer
 from distflow.documents.requirements import Requirements
 from distflow.documents.text import plain, plain_lines, report_bug
 from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachable, StorageError
-from distflow.plan.credentials import GivenSecrets
+from distflow.plan.credentials import TaskSecrets
 from distflow.plan.model import ATTEMPT_DIR, BoundLaunch, Container, PlannedFile, runs_torchrun
 from distflow.pools.model import Node, Pool
 from distflow.protocol.names import Operation
@@ -151,7 +151,7 @@ class MachinesBackend:
         if build is not None:
             build.cancel()
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Fetch inputs, stage large files, pull the image, then write the launch record, in a thread: it may take minutes.
 
         An earlier try that is still running reports nothing more: its connection broke, or it belongs to an earlier lease.
@@ -244,7 +244,7 @@ class MachinesBackend:
         connection.send(op, partial(answered, connection), attempt=key.name, **fields)
 
     def _prepare(
-        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float,
+        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float,
         memo: str, halt: threading.Event,
     ) -> None:  # fmt: skip
         try:
@@ -350,13 +350,13 @@ class MachinesBackend:
         else:
             self._sink(PrepareFailed(at=now(), key=key, message=report_bug(error)))
 
-    def _gang(self, launch: BoundLaunch, secrets: GivenSecrets) -> dict[str, Any] | None:
+    def _gang(self, launch: BoundLaunch, secrets: TaskSecrets) -> dict[str, Any] | None:
         if launch.gang is None or secrets.token is None:
             return None
         return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
     def _fetch_inputs(
-        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, progress: Progress
+        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, progress: Progress
     ) -> None:
         """Let the node fetch its inputs. Raises ``_Relay`` for the first input that it cannot fetch itself."""
         for download in launch.downloads:

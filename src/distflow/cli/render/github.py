@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append_summary",
-    "escaping_logs",
     "problem_lines",
     "problem_summary",
     "reporting_errors",
+    "without_workflow_commands",
     "workflow_lines",
     "workflow_summary",
 ]
@@ -105,7 +105,7 @@ def reporting_errors() -> Iterator[None]:
 
 
 @contextmanager
-def escaping_logs() -> Iterator[None]:
+def without_workflow_commands() -> Iterator[None]:
     """In this block, prevent GitHub from running workflow commands in the output of tasks."""
     token = secrets.token_hex(16)
     print(f"::stop-commands::{token}", flush=True)
@@ -153,8 +153,8 @@ def _annotation(level: str, text: str, where: Mark, *, title: str = "") -> str:
     if properties["file"] and where.line:
         properties["line"] = str(where.line)
         properties["col"] = str(where.column) if where.column else ""
-    shown = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
-    return f"::{level}{f' {shown}' if shown else ''}::{_data(text)}"
+    shown = ",".join(f"{name}={_escape_property(value)}" for name, value in properties.items() if value)
+    return f"::{level}{f' {shown}' if shown else ''}::{_escape_data(text)}"
 
 
 def _path(file: str) -> str:
@@ -166,12 +166,12 @@ def _path(file: str) -> str:
     return os.path.relpath(path, root) if path.startswith(root + os.sep) else path
 
 
-def _data(text: str) -> str:
+def _escape_data(text: str) -> str:
     return plain_lines(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

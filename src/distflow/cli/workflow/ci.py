@@ -79,18 +79,18 @@ class CiReport:
         """
         ended: list[WorkflowRecord] = []
         try:
-            with self._escaping_logs():
+            with self._without_workflow_commands():
                 yield ended.append
         finally:
             for record in ended:
                 self._report(client, record, checked)
 
-    def _escaping_logs(self) -> AbstractContextManager[None]:
+    def _without_workflow_commands(self) -> AbstractContextManager[None]:
         if not self._is_github:
             return nullcontext()
-        from distflow.cli.render.github import escaping_logs
+        from distflow.cli.render.github import without_workflow_commands
 
-        return escaping_logs()
+        return without_workflow_commands()
 
     def _report(self, client: Client, record: WorkflowRecord, checked: CheckedSpec) -> None:
         if self._is_github:

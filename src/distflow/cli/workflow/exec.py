@@ -160,7 +160,7 @@ def _forward_output(session: Session) -> int:
             return event.code
         is_error, data = event
         _write(2 if is_error else 1, data)
-    raise AssertionError("a session ends with an Exit")
+    raise AssertionError("the session ended without an `Exit` event")
 
 
 class _Keyboard:

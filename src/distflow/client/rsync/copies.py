@@ -319,7 +319,7 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
     process.returncode = 0
     if answer == b"other":
         hint = f"stop it first: distflow workflow rsync stop {wanted.workflow_id} --task {wanted.task}"
-        raise InputError(f"a background copy to {wanted.task} of {wanted.workflow_id} is already running", hint=hint)
+        raise InputError(f"a background copy to `{wanted.workflow_id}/{wanted.task}` is already running", hint=hint)
     if answer != b"ready":
         raise SupervisorError("the background copy did not start", hint=f"its log: {log}")
     return next(one for one in syncs.list() if (one.workflow, one.task) == (wanted.workflow, wanted.task))

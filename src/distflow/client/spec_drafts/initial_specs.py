@@ -76,7 +76,10 @@ def _split(command: str, option: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:
-        raise InputError(f"{option} has {splitting_problem(error)}", hint="use quotes as in a shell") from None
+        raise InputError(
+            f"{option} has {splitting_problem(error)}",
+            hint="write it as in a shell: close every quote, and do not end with a backslash",
+        ) from None
 
 
 def write_draft(

@@ -69,7 +69,7 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
             os.unlink(path + _TAKEN)
             return moved, states.keys() - moved.keys()
         except (OSError, ValueError, RecursionError):
-            return None  # the attempt is being removed; the archive has everything
+            return None  # for example, the attempt is being removed: the caller unpacks the whole archive
     return None
 
 
@@ -153,10 +153,10 @@ def _is_in_use(attempt: str, directory: str, top: str) -> bool:
 
     Processes with the attempt's name in their environment count, too.
     """
-    mark, home, inside = "DISTFLOW_ATTEMPT=" + attempt, os.path.realpath(directory) + os.sep, os.path.realpath(top) + os.sep
+    mark, within, inside = "DISTFLOW_ATTEMPT=" + attempt, os.path.realpath(directory) + os.sep, os.path.realpath(top) + os.sep
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if (os.readlink("/proc/{}/cwd".format(pid)) + os.sep).startswith(home) or processes.has_variable(int(pid), mark):
+            if (os.readlink("/proc/{}/cwd".format(pid)) + os.sep).startswith(within) or processes.has_variable(int(pid), mark):
                 return True
             for number in os.listdir("/proc/{}/fd".format(pid)):
                 with contextlib.suppress(OSError):  # it was closed
@@ -174,7 +174,7 @@ def is_in_output(directory: str, path: str) -> bool:
 
 
 def _is_linked(directory: str, top: str, states: Dict[str, State]) -> bool:
-    """Return whether a link in the attempt's ``directory`` leads to a recorded file or directory below ``top``.
+    """Return whether a link in the attempt's ``directory`` leads to ``top``, or to a recorded file or directory in it.
 
     Also returns true if the directory has too many entries to search.
 
@@ -244,7 +244,7 @@ def _move(tree: _Tree, new: str, folder: str) -> Iterator[Tuple[str, Optional[St
     """Move the unchanged entries of a directory. Yield their names, with their states if the move did not change them."""
     for name in tree.same[folder]:
         old, target = os.path.join(tree.top, name), os.path.join(new, name)
-        if name not in tree.same:
+        if name not in tree.same:  # a file
             os.rename(old, target)
         elif name in tree.whole:
             os.rename(old, target)

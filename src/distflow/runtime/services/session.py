@@ -62,7 +62,10 @@ _GRACE_S = 1.0
 
 
 def serve(root: str, umask: int) -> None:
-    """Run the requested command."""
+    """Read one request from standard input, run its command, and forward data until the command or the task ends.
+
+    ``root`` is distflow's directory on the node, and ``umask`` that of the command.
+    """
     processes.rename_self("df-session")
     processes.hide_memory()
     processes.adopt_orphans()
@@ -94,7 +97,7 @@ class _TaskEnded(Exception):
 
 
 def _launch(directory: str, request: Json) -> Json:
-    """Return the task's ``launch.json`` with the requested command in place of the task's. Raises ``not_running``."""
+    """Return the task's ``launch.json`` with the requested command in place of the task's. Raises ``OpError``."""
     status = attempts.read_status(directory)
     if status["phase"] != "running":
         raise OpError("not_running", "the task is not running on this node ({})".format(status["phase"]))
@@ -221,11 +224,10 @@ class _Session:
             argv = containers.enter(launch, attempt, self._directory, env, terminal is not None)
         argv = command.with_prelude(argv, launch.get("shell_prelude"), env)
         cwd = os.path.join(self._directory, launch.get("cwd") or "work")
-        wake, self._wake = os.pipe()
-        for fd in (wake, self._wake):
+        self._wakeup_reader, self._wakeup_writer = os.pipe()
+        for fd in (self._wakeup_reader, self._wakeup_writer):
             os.set_blocking(fd, False)
-        self._wakeup = wake
-        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         if terminal is not None:
             self._has_terminal = True
@@ -256,20 +258,20 @@ class _Session:
             for fd, ready in self._poll(self._wire.should_read(len(self._waiting))):
                 if fd == 0:
                     self._wire.receive()
-                elif fd == self._wakeup:
+                elif fd == self._wakeup_reader:
                     self._drain_wakeups()
                     self._reap()
                 if fd == self._input and ready & (select.POLLOUT | select.POLLERR):
                     self._write_input()
                 if fd in self._outputs and ready & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._forward_output(fd, self._check_task)
-            self._receive()  # also frames that arrived while output waited to be read
+            self._receive()  # also frames that arrived while `send` waited for the submitter to read output
             self._wire.check(len(self._waiting))
             self._check_task()
 
     def _poll(self, should_read: bool) -> List[Tuple[int, int]]:
         poll = select.poll()
-        events = dict.fromkeys((self._wakeup, *self._outputs), select.POLLIN)
+        events = dict.fromkeys((self._wakeup_reader, *self._outputs), select.POLLIN)
         if should_read:
             events[0] = select.POLLIN
         if self._waiting and self._input >= 0:
@@ -297,7 +299,7 @@ class _Session:
         me = os.getpid()
         kill_at = time.monotonic() + _GRACE_S
         while self._reap() and self._code is None and time.monotonic() < kill_at:
-            select.select([self._wakeup], [], [], 0.05)
+            select.select([self._wakeup_reader], [], [], 0.05)
             self._drain_wakeups()
         killer = TreeKiller(
             lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
@@ -317,7 +319,7 @@ class _Session:
 
     def _drain_wakeups(self) -> None:
         try:
-            os.read(self._wakeup, 4096)
+            os.read(self._wakeup_reader, 4096)
         except BlockingIOError:
             pass
 

@@ -26,7 +26,10 @@ _is_serving = False
 
 
 def serve_collectives() -> None:
-    """Start to serve the socket, in a task of distflow. Errors do not end the rank."""
+    """Start a thread that serves the socket. Does nothing outside of a distflow task (without ``DISTFLOW_ATTEMPT_DIR``).
+
+    Errors of the socket do not end the rank.
+    """
     global _is_serving  # noqa: PLW0603 (a process has one socket for all its worlds)
     folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     if not folder or _is_serving:
@@ -59,7 +62,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def known_collectives() -> dict[str, Any]:
-    """Return ``rank``, and its process ``groups``: for each ``name``, ``ranks`` and the fields of ``current_collective``.
+    """Return ``{"rank": …, "groups": […]}``. Each group has ``name``, ``ranks`` and the fields of ``current_collective``.
 
     The result is empty without a world, and if entries lack their group, as in gloo with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``
     (torch 2.13).

@@ -19,7 +19,7 @@ from distflow.protocol.ends import signal_name
 from distflow.protocol.error_file import is_symptom
 from distflow.train.launcher.rank import Failure, read_failure
 
-__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "SignalWaiter", "end_now", "signal_waiter", "supervise"]
+__all__ = ["STOPPED", "LaunchOutcome", "RankEnd", "RankProcess", "SignalWaiter", "end_now", "signal_waiter", "supervise"]
 
 STOPPED = 128 + signal.SIGTERM
 """143: the exit code of a process that stopped on request. Its script ends with ``sys.exit(STOPPED)``."""
@@ -41,7 +41,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class RankEnd:
     """How a rank ended."""
 
     rank: int
@@ -87,12 +87,12 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LaunchOutcome:
     """How the ranks of this machine ended."""
 
     exit_code: int
     """0, the exit code of the first failure, or, after a request to stop, 143 (Ctrl-C: 130, SIGHUP: 129, SIGQUIT: 131)."""
-    first: End | None
+    first: RankEnd | None
     """The first failure, if a rank failed."""
 
 
@@ -104,13 +104,15 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
             os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
 
 
-def supervise(ranks: Sequence[RankProcess], waiter: SignalWaiter, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
+def supervise(
+    ranks: Sequence[RankProcess], waiter: SignalWaiter, *, stop_grace_s: float, failure_grace_s: float
+) -> LaunchOutcome:
     """Wait until all ranks have ended, then kill the processes that they left behind in their groups.
 
-    When a rank fails or writes an error file, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, SIGKILL. With
-    ``stop_grace_s`` instead, the same happens when this process gets SIGTERM, SIGINT, SIGHUP or SIGQUIT, and when a rank exits
-    with 143 or ends by SIGTERM. Enter ``signal_waiter()``, which yields ``waiter``, before the first rank starts, to lose no
-    signal.
+    When a rank fails or writes an error file, the running ranks get SIGTERM (except those with an error file) and, after
+    ``failure_grace_s`` seconds, SIGKILL. The same happens, with ``stop_grace_s``, when this process gets SIGTERM, SIGINT,
+    SIGHUP or SIGQUIT, and when a rank stops on request (exit code 143, or SIGTERM). Enter ``signal_waiter()``, which yields
+    ``waiter``, before the first rank starts, to lose no signal.
     """
     watch = _Watch(ranks)
     while watch.running:
@@ -134,7 +136,7 @@ class _Watch:
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.running = list(ranks)
-        self.ends: list[End] = []
+        self.ends: list[RankEnd] = []
         self.asked: int | None = None
         """The signal that asked this process to stop."""
         self._deadline: float | None = None
@@ -153,7 +155,7 @@ class _Watch:
                 seen_ns, failure = _now_ns(rank.error_file.parent), read_failure(rank.error_file)
                 if failure is not None and self._was_asked and code < 0:
                     code = 1
-                self.ends.append(End(
+                self.ends.append(RankEnd(
                     rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_asked=self._was_asked,
                     was_killed=self._was_killed, failure=failure,
                 ))  # fmt: skip
@@ -182,10 +184,10 @@ class _Watch:
             for rank in self.running:
                 _kill(rank)
 
-    def first_failure(self) -> End | None:
+    def first_failure(self) -> RankEnd | None:
         """Return the failure that happened first. Failures that only report the loss of another rank come last."""
 
-        def order(end: End) -> tuple[bool, int]:
+        def order(end: RankEnd) -> tuple[bool, int]:
             if end.failure is None:
                 return False, end.seen_ns
             # Other ranks may end before a rank that raised first, so compare the times at which error files were written.
@@ -193,16 +195,16 @@ class _Watch:
 
         return min((end for end in self.ends if end.is_failure), key=order, default=None)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LaunchOutcome:
         first = self.first_failure()
         is_stop = self.asked is not None or any(end.is_stop and not end.was_asked for end in self.ends)
         if is_stop and first is not None and first.failure is not None and is_symptom(first.failure.report.message):
             first = None  # the rank only lost another rank, which stopped on request
         if first is not None:
-            return Outcome(exit_code=first.exit_code, first=first)
+            return LaunchOutcome(exit_code=first.exit_code, first=first)
         if any(end.code for end in self.ends):
-            return Outcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None)
-        return Outcome(exit_code=0, first=None)
+            return LaunchOutcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None)
+        return LaunchOutcome(exit_code=0, first=None)
 
 
 def _now_ns(folder: Path) -> int:

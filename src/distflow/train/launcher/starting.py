@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from distflow.protocol.error_file import VARIABLE, ErrorReport
 from distflow.train.launcher import rank as rank_process
 from distflow.train.launcher.rank import cpus_near_gpu, threads_per_rank, write_failure
-from distflow.train.launcher.rank_processes import Outcome, RankProcess, SignalWaiter, end_now, signal_waiter, supervise
+from distflow.train.launcher.rank_processes import LaunchOutcome, RankProcess, SignalWaiter, end_now, signal_waiter, supervise
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -222,7 +222,7 @@ def _run(share: Share, start: _Start) -> int:
             _say(f"restart {attempt} of {share.max_restarts}")
 
 
-def _attempt(share: Share, start: _Start, attempt: int, waiter: SignalWaiter) -> Outcome:
+def _attempt(share: Share, start: _Start, attempt: int, waiter: SignalWaiter) -> LaunchOutcome:
     # In a task of distflow, the files of a killed launcher are removed together with the attempt.
     place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     place = place if place and os.access(place, os.W_OK) else None
@@ -293,7 +293,7 @@ def _port(share: Share, attempt: int) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _write_first_failure(outcome: Outcome) -> None:
+def _write_first_failure(outcome: LaunchOutcome) -> None:
     """Write the first failure of the last attempt to the launcher's own error file."""
     end, path = outcome.first, os.environ.get(VARIABLE)
     if end is not None and path:

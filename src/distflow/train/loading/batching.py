@@ -108,7 +108,8 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
         position = max(range(len(result)), key=lambda index: len(result[index]))
         largest = result[position]
         if len(largest) == 1:
-            warnings.warn(f"this rank has {len(result)} samples for {count} batches, and repeats some of them", stacklevel=2)
+            message = f"this rank has {len(result)} samples, and another one {count} batches, so it repeats some samples"
+            warnings.warn(f"{message}: give every rank at least {count} samples", stacklevel=2)
             result += [result[index % len(result)] for index in range(count - len(result))]
             break
         middle = -(-len(largest) // 2)

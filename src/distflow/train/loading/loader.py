@@ -73,7 +73,9 @@ class EpochSampler(Sampler[int]):
         self.rank = own[0] if rank is None else rank
         self.world_size = own[1] if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} is not a rank of a world of {self.world_size}")
+            raise ValueError(
+                f"rank={self.rank} is not below world_size={self.world_size}, the number of ranks with different samples"
+            )
         self.epoch = 0
         self.position = 0
         """Number of samples of the epoch that all ranks together have taken."""

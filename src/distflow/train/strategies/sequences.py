@@ -48,8 +48,8 @@ def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterat
     shape, lengths = given[0].shape, {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in given}
     if len(lengths) > 1 or 0 in lengths or shape[1] % pieces:
         raise ValueError(
-            f"context parallelism: the tensors of a batch need the shape (samples, time, …) with the same length of time, a "
-            f"multiple of {pieces} (pad them): found {', '.join(str(tuple(tensor.shape)) for tensor in given)}"
+            "context parallelism: all tensors of a batch must have the shape (samples, time, …) with one sequence length, a "
+            f"multiple of {pieces}: found {', '.join(str(tuple(tensor.shape)) for tensor in given)}. Pad the sequences"
         )
     positions = torch.arange(shape[1], device=given[0].device).expand(shape[:2])
     batch: tuple[Any, Any, Any] = copy_of((arguments, {"position_ids": positions, **named}, targets))

@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 """Maps the outputs and targets of a batch or micro-batch to its mean loss."""
 
 _Schedules = Callable[[int, bool], Any]
-"""Maps the number of micro-batches, and whether they train, to a torch schedule for batches of one shape."""
+"""Returns a torch schedule for batches of one shape, by the number of micro-batches and whether to run the backward pass."""
 
 
 class Pipeline(nn.Module):
@@ -64,7 +64,7 @@ class Pipeline(nn.Module):
         self._cached: dict[bool, tuple[tuple[int, tuple[torch.Size, ...]], Any]] = {}
 
     def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
-        """Run the forward and backward pass of a batch, and return its mean loss on every rank.
+        """Run the forward and backward pass of a batch, and return its mean loss on every rank of the pipeline.
 
         All stages are given the same batch; its first dimension is cut into the micro-batches. The first stage is called with
         the tensors of a tuple one by one, and with those of a mapping by their names. The mean gradient of the micro-batches
@@ -82,7 +82,7 @@ class Pipeline(nn.Module):
         return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
-        """Run the forward pass of a batch without gradients, and return its mean loss on every rank.
+        """Run the forward pass of a batch without gradients, and return its mean loss on every rank of the pipeline.
 
         All stages are given the same batch. The last stage calls ``loss`` with the whole batch; it may differ from the training
         loss.
@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
         key, schedule = self._cached.get(trains, (None, None))
         if key != (samples, shape_of(inputs)):
             # Micro-batches have one size: receive buffers need it, and so does the mean of their losses. An interleaved
-            # schedule divides them into rounds of one size, of at least `min_round_size` micro-batches.
+            # schedule divides them into equal rounds of at least `min_round_size` micro-batches, or one smaller round.
             sizes = [number for number in range(1, self.micro_batches + 1) if samples % number == 0]
             count = max(number for number in sizes if number % max(1, number // self._min_round_size) == 0)
             schedule = self._schedules(count, trains)
@@ -112,13 +112,16 @@ class Pipeline(nn.Module):
         return schedule
 
     def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the last stage's scalar on every rank, in torch's default dtype, because other stages do not know its own."""
+        """Return the last stage's scalar on all ranks of the pipeline.
+
+        It has torch's default dtype, because the other stages do not know its own.
+        """
         value = torch.zeros((), device=self._device) if loss is None else loss.detach().to(torch.get_default_dtype())
         dist.broadcast(value, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
         return value
 
     def sum_over_stages(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a value over the stages, on every rank."""
+        """Return the sum of a value over the stages, on every rank of the pipeline."""
         total = value.detach().to(self._device, copy=True)
         dist.all_reduce(total, group=self._group)
         return total
@@ -247,7 +250,7 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
             first, first_name = holders.setdefault(parameter, (number, name))
             if first != number:
                 raise ValueError(
-                    f"pipeline: `{first_name}` (stage {first}) and `{name}` (stage {number}) are one parameter: choose "
-                    "split_points so that one stage has both"
+                    f"pipeline: `{first_name}` (stage {first}) and `{name}` (stage {number}) are tied: choose "
+                    "split_points so that one stage has both, or untie them"
                 )
     return stages

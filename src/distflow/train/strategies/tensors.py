@@ -165,8 +165,8 @@ def _divide_sequence(
     def check(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if len(inputs) != 1:
             raise ValueError(
-                f"sequence_parallel: {type(layer).__name__} got {len(inputs)} positional arguments, but needs one, of shape "
-                "(batch, time, …): pass the other arguments by name"
+                f"sequence_parallel: {type(layer).__name__} got {len(inputs)} positional arguments, but needs exactly one: "
+                "pass the hidden states of shape (batch, time, …) by position, and all other arguments by name"
             )
         if (length := inputs[0].shape[1]) % mesh.size():
             raise ValueError(f"sequence_parallel: pad sequences of length {length} to a multiple of tp's {mesh.size()} ranks")

@@ -40,6 +40,7 @@ _READ_TIMEOUT_S = 10.0
 _SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _KEYS = ("id_rsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk")
 _USER = re.compile(r"""(?!-)[^'`"$;&<>|(){}\s\x00-\x1f\x7f]*[^'`"$;&<>|(){}\s\x00-\x1f\x7f\\]""")
+_REMOVE = "remove spaces, quotes and other characters that have a meaning in a shell"
 _HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d+))?/?")
 _LISTS = ("ciphers", "macs", "kexalgorithms", "hostkeyalgorithms")
 _NEEDS_OPENSSH = re.compile(
@@ -160,9 +161,9 @@ def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
     """Return the settings for ``destination`` itself, or for a host on the way to it. Raises ``SshConfigError``."""
     # Check host and user first: they may become part of the shell command of a ProxyCommand or a `Match exec`.
     if hop.host.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", hop.host) or not hop.host:
-        raise SshConfigError(f"`{hop.host}` is not a valid host name")
+        raise SshConfigError(f"`{hop.host}` is not a valid host name: {_REMOVE}")
     if hop.user is not None and not _USER.fullmatch(hop.user):
-        raise SshConfigError(f"`{hop.user}` is not a valid user name")
+        raise SshConfigError(f"`{hop.user}` is not a valid user name on {hop.host}: {_REMOVE}")
     if destination.config_file != "none" and shutil.which("ssh") is None:
         values = _read_with_paramiko(hop, destination.config_file)
     else:

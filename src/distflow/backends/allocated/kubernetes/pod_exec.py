@@ -307,7 +307,7 @@ def _messages(received: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
             elif opcode in (0, 1, 2):
                 message += content
                 if len(message) > _LARGEST_MESSAGE:
-                    raise ValueError("the API server sent a message that is too large")
+                    raise ValueError(f"the API server sent a message of more than {_LARGEST_MESSAGE >> 20} MiB")
                 if is_last and message:
                     yield message[0], bytes(message[1:])
                 if is_last:
@@ -327,7 +327,7 @@ def _next_frame(data: bytearray) -> tuple[bool, int, bytes] | None:
             return None
         size = int.from_bytes(data[2:start], "big")
     if size > _LARGEST_MESSAGE:
-        raise ValueError("the API server sent a message that is too large")
+        raise ValueError(f"the API server sent a message of more than {_LARGEST_MESSAGE >> 20} MiB")
     if len(data) < start + size:
         return None
     content = bytes(data[start : start + size])

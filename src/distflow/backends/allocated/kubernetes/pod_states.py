@@ -56,7 +56,7 @@ class PodState(Struct, frozen=True, kw_only=True):
     message: str = ""
     """Why it waits, or how it ended."""
     reason: Reason | None = None
-    """Why it failed, is ending, or cannot start yet; ``None`` if the pod does not contain the reason."""
+    """Why it failed, is ending, or cannot start yet; ``None`` if Kubernetes reports no reason."""
     is_final: bool = False
     """Whether another pod would fail in the same way."""
 
@@ -90,7 +90,8 @@ FAILURES: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "DeadlineExceeded": (Reason.EXEC_TIMEOUT, "reached its deadline"),
     }
 )
-"""Reason of a failed pod, of a ``DisruptionTarget`` condition or of an event → distflow's reason, and the end of a sentence."""
+"""Reason of a failed pod, of a ``DisruptionTarget`` condition or of an event → distflow's reason, and the end of a sentence
+about the pod."""
 
 TERMINATIONS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
@@ -104,7 +105,7 @@ TERMINATIONS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "Completed": (Reason.START_ERROR, "ended"),
     }
 )
-"""Reason of a terminated container → distflow's reason, and the end of a sentence."""
+"""Reason of a terminated container → distflow's reason, and the end of a sentence about the pod."""
 
 WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
     {
@@ -131,7 +132,7 @@ WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
 With a reason, the text is a clause after ``cannot start:``. Otherwise, ``on`` and the node follow.
 """
 
-_MISSING_IMAGE = re.compile(
+_PERMANENT_PULL_ERROR = re.compile(
     r"(?i)not found|manifest unknown|does not exist|pull access denied|authorization failed|authentication required"
     r"|unauthorized|name unknown|no match for platform|invalid reference|no such host"
 )
@@ -252,13 +253,13 @@ def state_of(pod: Pod) -> PodState:
 
 
 def failure_of(reason: str, message: str) -> tuple[Reason, str]:
-    """Return distflow's reason, and the end of a sentence, for Kubernetes' reason of a failed pod."""
+    """Return distflow's reason, and the end of a sentence about the pod, for Kubernetes' reason of a failed pod."""
     ours, text = FAILURES.get(reason, (Reason.START_ERROR, f"failed ({plain(reason)[:60]})" if reason else "failed"))
     return ours, f"{text}: {plain(message)[:_LONGEST]}" if message else text
 
 
 def vanished(last: PodState | None, events: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:
-    """Return why a pod no longer exists, and the end of a sentence.
+    """Return why a pod no longer exists, and the end of a sentence about it.
 
     ``last``: its last known state; ``events``: the events of the namespace about it.
     """
@@ -295,7 +296,10 @@ def _ended(pod: Pod) -> PodState:
 
 
 def _why_deleted(pod: Pod) -> tuple[Reason | None, str]:
-    """Return why a pod is deleted or disrupted (``None`` if its conditions do not contain that), and the end of a sentence."""
+    """Return why a pod is deleted or disrupted, and the end of a sentence about the pod.
+
+    The reason is ``None`` if the conditions of the pod have none.
+    """
     target = pod.condition("DisruptionTarget")
     if target.get("status") == "True":
         word = _text(target.get("reason"))
@@ -316,7 +320,7 @@ def _starting(pod: Pod) -> PodState:
         text = f"its image `{pod.image}` does not have the pool's `python`"
     elif reason is Reason.IMAGE_PULL:
         text += f": `{pod.image}`"
-        is_final = is_final or _MISSING_IMAGE.search(detail) is not None
+        is_final = is_final or _PERMANENT_PULL_ERROR.search(detail) is not None
     message = f"cannot start: {text} ({word}: {detail})" if detail else f"cannot start: {text} ({word})"
     return PodState(phase=Phase.FAILED if is_final else Phase.STARTING, message=message, reason=reason, is_final=is_final)
 

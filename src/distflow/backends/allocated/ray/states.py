@@ -162,7 +162,7 @@ def _endpoint(actor: Mapping[str, Any]) -> Endpoint | None:
         return None
     port = int(given["port"])
     if not 0 < port < 65536:
-        raise ValueError(f"{port} is not a valid port")
+        raise ValueError(f"the port {port} of distflow's actor is not between 1 and 65535")
     bytes.fromhex(str(given["token"]))
     ipaddress.ip_address(str(given["address"]))
     return Endpoint(address=str(given["address"]), port=port, token=str(given["token"]))

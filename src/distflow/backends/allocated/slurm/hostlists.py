@@ -39,7 +39,7 @@ def _numbers(ranges: str) -> list[str]:
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
-            raise ValueError(f"{item!r} in a list of hosts is not a range of numbers")
+            raise ValueError(f"`{item}` in the list of hosts `[{ranges[:80]}]` is not a range such as `01-03`")
         if len(found) + int(last) - int(first) >= MOST_HOSTS:
             raise ValueError(f"the list of hosts `{ranges[:80]}` has more than {MOST_HOSTS} hosts")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

@@ -71,7 +71,7 @@ class Torch(Struct, frozen=True, kw_only=True):
     nccl: str | None = None
     """Version of NCCL; ``None`` if torch has no usable one."""
     error: str = ""
-    """Why Python gave no valid answer, or why torch cannot be imported or queried; empty also if torch is only missing."""
+    """Why Python gave no valid answer, or why torch cannot be imported or queried. Empty if torch is just not installed."""
     others: tuple[str, ...] = ()
     """If torch, or a module that it imports, is missing: other Pythons on the node that have torch."""
 
@@ -87,9 +87,9 @@ class Measured(Struct, frozen=True, kw_only=True):
     interface: str = ""
     """Interface that owns the address; empty if there is none."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The facts of ``hello``."""
+    """The facts in the answer to ``hello`` (docs/agent-protocol.md)."""
     probe: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The result of ``probe``."""
+    """The answer to ``probe`` (docs/agent-protocol.md)."""
     gpus: tuple[Gpu, ...] | None = None
     """``None`` if the node has no ``nvidia-smi``, or if that failed (then ``gpu_error`` has the cause)."""
     gpu_error: str = ""
@@ -118,6 +118,7 @@ class Pair(Struct, frozen=True, kw_only=True):
     """A result kind of the agent protocol's ``reach``; ``ok`` for success."""
     message: str = ""
     ms: float | None = None
+    """Milliseconds until the connection was open; ``None`` if it failed."""
 
 
 def parse_python(answer: Mapping[str, Any]) -> Torch:

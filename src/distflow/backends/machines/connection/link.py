@@ -45,8 +45,8 @@ class AgentLink:
        connection calls back at once, in the caller's thread.
     3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``. After that, ``on_close``
        is called once with that error.
-    4. A malformed message ends the connection, because its content is lost, and so does an exception in ``on_event``. A
-       malformed answer counts as a refusal of the kind ``malformed``.
+    4. A line that is not a message, or a malformed event, ends the connection, because its content is lost. So does an
+       exception in ``on_event``. An answer with wrong fields only fails its request, as a refusal of the kind ``malformed``.
     5. A ping is sent at once and every ``ping_s``. A node that has sent nothing for more than three intervals is
        unreachable, which is checked once in each interval. ``clock`` is measured by the pings, and is known before any later
        request is answered.

@@ -285,7 +285,7 @@ class _LocalFile:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OSError(errno.EBUSY, "another command is fetching this file", self._path) from error
+            raise OSError(errno.EBUSY, "another command is fetching this file, so wait for it", self._path) from error
         self._digest = hashlib.sha256()
         at = 0
         while data := os.read(self._fd, _HASHED_AT_ONCE):
