@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from distflow.train.launcher.rank import cpus_near_gpu, parse_cpus, threads_per_rank
+from distflow.train.launcher.rank import RecordedFailure, cpus_near_gpu, parse_cpus, threads_per_rank
 
 
 @pytest.fixture
@@ -63,3 +64,13 @@ def test_ranks_share_the_cpus_that_may_be_used() -> None:
     cpus = len(os.sched_getaffinity(0))
     assert threads_per_rank(1) == cpus
     assert threads_per_rank(cpus * 2) == 1
+
+
+def test_a_failure_is_known_at_exit_although_multiprocessing_catches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At exit, `distflow.train` must not leave the world then, because that may wait for the other ranks."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    error = ValueError("bad batch")
+    with pytest.raises(ValueError, match="bad batch"), RecordedFailure():
+        raise error
+    assert sys.last_value is error

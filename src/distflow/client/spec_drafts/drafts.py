@@ -245,7 +245,7 @@ def draft_torchrun(words: Sequence[str]) -> Draft | None:
             numbers[name] = int(number)
         elif value and name != "nproc_per_node":
             notes.append(f"`--{name} {value}` of torchrun is not a number, so it is left out")
-        if most and most != least:
+        if name == "nnodes" and most and most != least:
             notes.append(f"`--nnodes {value}`: `elastic: {{min: {least}}}` in the group of a spec allows fewer nodes")
     name = script[0].rpartition(".")[2] if is_module else script[0]
     ranks = numbers.get("nproc_per_node")
