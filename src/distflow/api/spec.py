@@ -298,7 +298,8 @@ class Spec(_Part, frozen=True):
             message = f"{file} has an unknown key `{next(iter(rest))}`" if rest else f"{file} has no mapping `workflow`"
             raise InputError(message, hint="write {'workflow': {'name': …, 'groups': […]}}")
         try:
-            return convert(_plain({**workflow, "variables": document.get("default-values")}), cls)
+            variables = _plain(document.get("default-values") or {}, keeps_null=True)
+            return convert({**_plain(workflow), "variables": variables}, cls)
         except msgspec.ValidationError as error:
             raise InputError(
                 f"{file}: {error}", hint="`$` is the mapping `workflow`, `$.variables` is `default-values`; see docs/spec.md"
@@ -330,10 +331,11 @@ def _encode(value: object) -> str:
     raise unsupported(value)
 
 
-def _plain(value: Any) -> Any:
-    """Convert the parser's number type to ``float``, and remove keys and variables whose value is null."""
+def _plain(value: Any, *, keeps_null: bool = False) -> Any:
+    """Convert the parser's number type to ``float``. Remove keys whose value is null, unless ``keeps_null``."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        items = value.items()
+        return {key: _plain(item, keeps_null=keeps_null) for key, item in items if keeps_null or item is not None}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, keeps_null=keeps_null) for item in value]
     return float(value) if isinstance(value, float) else value

@@ -94,6 +94,13 @@ def test_the_parts_have_the_keys_of_the_schema() -> None:
     assert _keys(parts.DatasetUpdate) == set(rules["output"]["properties"]["update_dataset"]["properties"])
 
 
+def test_a_variable_without_a_value_stays_a_variable() -> None:
+    text = "workflow: {name: a, tasks: [{name: b, command: ['true']}]}\ndefault-values: {x: null, y: {z: null}}\n"
+    spec = Spec.from_yaml(text)
+    assert spec.variables == {"x": None, "y": {"z": None}}
+    assert Spec.from_yaml(spec.to_yaml()) == spec
+
+
 def test_texts_of_several_lines_are_blocks() -> None:
     spec = Spec(name="hello", tasks=[Task(name="one", command=["bash", "-c", "echo a\necho b\n"])], variables={"epochs": 3})
     assert spec.to_yaml() == (
