@@ -19,7 +19,6 @@ from distflow.state.record import Cause, WorkflowRecord
 
 if TYPE_CHECKING:
     from distflow.client.failures import DiagnosedGroup, Diagnosis
-    from distflow.state.record import WorkflowRecord
 
 
 __all__ = [
