@@ -108,8 +108,9 @@ def export_to_kubernetes(
         plan, contents = _planned(client, request, checked, pool, Path(folder))
     text = kubernetes_manifests(plan, checked.spec, pool, contents, kind=kind, priority=priority.value)
     hint = "add a `nodeSelector` to the manifests, or use a pool whose `platforms` has the platform"
+    message = "the manifests do not select the platform `{}`, because the pool does not define it"
     left_out = [
-        Problem(where=mark, severity=Severity.WARNING, message=f"the platform `{name}` is not requested", hint=hint)
+        Problem(where=mark, severity=Severity.WARNING, message=message.format(name), hint=hint)
         for name, mark in unknown_platforms(pool, checked.spec).items()
     ]
     written = [] if file is None else _write(file, text, {}, force=force)

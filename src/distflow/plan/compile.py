@@ -131,12 +131,12 @@ def _group(
         upstream=group.upstream,
         stop_on_missing_ranks=group.stop_on_missing_ranks,
         ends_with_lead=group.framework is not None and FRAMEWORKS[group.framework.value].ends_with_lead,
-        smaller=_smaller(spec, group, world, bundles, secret_names) if world is not None else (),
+        smaller=_smaller_plans(spec, group, world, bundles, secret_names) if world is not None else (),
         smaller_after_s=group.elastic.wait_s if group.elastic is not None else 0.0,
     )
 
 
-def _smaller(
+def _smaller_plans(
     spec: WorkflowSpec, group: GroupSpec, world: World, bundles: Mapping[str, Bundle], secret_names: tuple[str, ...]
 ) -> tuple[GroupPlan, ...]:
     return tuple(
@@ -185,8 +185,8 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    # Files do not move to a later attempt if a checkpoint may contain them, because checkpoints are also copied after the task
-    # has ended. Files that a container could change must not reach tasks outside of it.
+    # A later attempt takes over no file (`reusable`) that a checkpoint may contain, because checkpoints are also copied
+    # after the task has ended. Files that a container could change must not reach tasks outside of it.
     is_reusable = not checkpoints and task.image is None
     output_link = f"work/{task.output_dir}" if task.output_dir is not None else None
     outputs = ("output", *([normpath(output_link)] if output_link is not None else []))

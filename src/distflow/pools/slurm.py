@@ -20,7 +20,7 @@ _CONTAINERS: Mapping[str, Literal["pyxis"]] = MappingProxyType({"pyxis": "pyxis"
 _SHORTEST_S = 60.0
 """Slurm counts time limits in minutes."""
 
-_INSTEAD: Mapping[str, str] = MappingProxyType(
+_FORBIDDEN_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "-a": "",
         "-A": "account",
@@ -127,8 +127,8 @@ def _extra(slurm: View) -> tuple[str, ...]:
                 "write an option and its value as one item, such as `--licenses=matlab`",
                 where=text.mark,
             )
-        elif name in _INSTEAD:
-            key = _INSTEAD[name]
+        elif name in _FORBIDDEN_OPTIONS:
+            key = _FORBIDDEN_OPTIONS[name]
             slurm.add(
                 f"`{name}` in `slurm.extra` is an option that distflow sets itself"
                 if key

@@ -75,7 +75,8 @@ _WORD = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _PREFIX = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 _FORMAT = "at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
 LABEL_KEY_FORMAT = (
-    f"`name` or `prefix/name`: the name has {_FORMAT}; the prefix is the same in lowercase and without `_`, and may be longer"
+    f"`name` or `prefix/name`. The name has {_FORMAT}. The prefix has at most 253 lowercase letters, digits, `-` and `.`, with "
+    "a letter or digit at both ends"
 )
 
 
@@ -87,7 +88,7 @@ def is_label_key(key: str) -> bool:
 def check_label(key: str, value: str) -> None:
     """Raise ``ValueError`` for an invalid label."""
     if not is_label_key(key):
-        raise ValueError(f"`{key}` is not a valid label key: write {LABEL_KEY_FORMAT}")
+        raise ValueError(f"`{key}` is not a valid label key. Write {LABEL_KEY_FORMAT}")
     if not re.fullmatch(_WORD, value):
         raise ValueError(f"`{value}` is not a valid label value: write {_FORMAT}")
 

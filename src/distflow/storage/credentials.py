@@ -22,6 +22,7 @@ DRIVER_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
 
 SECRET_VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CLIENT_SECRET",
 )  # fmt: skip
 """Variables of drivers whose values must not be shown."""
 
@@ -31,7 +32,9 @@ _KEY_VARIABLES = {
     "az": ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
 _SUFFICIENT = ("AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_KEY")
-"""Without any of these variables, the driver authenticates with files or roles of this machine."""
+"""At least one of these variables must be set, or a node gets no credentials from the environment.
+
+distflow does not send other credentials to nodes, such as files, roles and Azure's SAS tokens."""
 
 _CONNECT_S, _READ_S = 10, 60
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "azure": "adlfs"}
@@ -104,7 +107,7 @@ class Identity:
 
 
 def identity_of(url: StorageUrl, credentials: Credentials | None, environ: Mapping[str, str]) -> Identity | None:
-    """Return an identity that works on a node; ``None`` if authentication depends on files or roles of this machine."""
+    """Return an identity that works on a node; ``None`` if neither ``credentials`` nor ``_KEY_VARIABLES`` suffice for that."""
     location = {name: Secret(environ[name]) for name in _LOCATION_VARIABLES if environ.get(name)}
     if credentials is not None:
         return Identity(credentials=credentials, environment=location)

@@ -38,7 +38,7 @@ _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _LOCAL_CREDENTIALS = (
-    "no node has the credentials, which are in files or a role of this machine (to let nodes transfer the data: "
+    "distflow does not send the credentials of this machine to nodes, such as files and roles (to let nodes transfer the data: "
     "distflow credential set NAME --type DATA)"
 )
 

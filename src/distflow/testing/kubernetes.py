@@ -260,7 +260,8 @@ class KubernetesCluster:
         try:
             if os.fstat(lock).st_uid != os.geteuid():
                 raise RuntimeError(
-                    f"{_LOCK} belongs to another user. The tests would remove the directory that it names: remove this file"
+                    f"no cluster is started, because {_LOCK} belongs to another user, and the tests remove the directory that "
+                    "this file names: remove the file, as root if necessary"
                 )
             _await_other_cluster(script, lock)
             remove_killed_cluster(script, lock)

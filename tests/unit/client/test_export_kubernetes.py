@@ -105,7 +105,7 @@ def test_platforms_without_settings_cause_a_warning(to: str, folder: Path, capsy
     assert run(["workflow", "export", spec, "--to", to]) == 0
     assert capsys.readouterr().err == ""
     Path("spec.yaml").write_text(Path("spec.yaml").read_text().replace('"h100"', '"b200"'))
-    warning = "spec.yaml:1: warning: the platform `b200` is not requested\n"
+    warning = "spec.yaml:1: warning: the manifests do not select the platform `b200`, because the pool does not define it\n"
     assert run(["workflow", "export", spec, "--to", to]) == 0
     assert warning in capsys.readouterr().err
     (folder / "distflow.yaml").write_text("pools: {local: {backend: local, nodes: [{name: here}]}}")

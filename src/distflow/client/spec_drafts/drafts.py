@@ -68,7 +68,7 @@ class HomeIncluded(InputError):
 
 
 def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None, must_exist: bool = True) -> Draft:
-    """Return the draft of a command line, without numbers that it does not contain.
+    """Return the draft of a command line. Numbers that it does not contain are ``None``; ``complete_draft`` finds them.
 
     Args:
         words: A script (``train.py --lr 0.1``), ``torchrun`` with its options, or any other program.

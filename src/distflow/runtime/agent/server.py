@@ -226,7 +226,7 @@ class _Agent:
         directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
-            raise OpError("conflict", "this attempt has ended; a new attempt needs a new number")
+            raise OpError("conflict", "this node has a record of an ended attempt with this number; submit the workflow again")
         if phase != "absent":
             self._watches.get(attempt)
             state = records.read_state(directory) or {}

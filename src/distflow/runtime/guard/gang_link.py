@@ -283,7 +283,7 @@ class _Peer:
         """Handle a line. Raises ``ValueError`` if it is malformed or its hash is wrong."""
         if not self._peer_number:
             if not re.fullmatch(_NUMBER, line):
-                raise ValueError("a greeting is 32 hexadecimal digits")
+                raise ValueError("the peer's greeting is not 32 hexadecimal digits")
             self._peer_number = line
             if not self._is_hub:
                 self.send_message({"task": self._gang["task"]})

@@ -195,8 +195,9 @@ class Checkpoints:
                 _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)
                 if refused := get_unsafe_globals_in_checkpoint(folder / _EXTRA):
                     raise ValueError(
-                        f"{', '.join(sorted(refused))} in a state of {', '.join(others)} could not be loaded again: use "
-                        "only Python's numbers (float(value) for numpy's), strings, tensors, and lists and dictionaries of them"
+                        f"the checkpoint is not saved, because it could not be loaded: a state ({', '.join(others)}) contains "
+                        f"{', '.join(sorted(refused))}; use only Python's numbers (float(value) for numpy's), strings, "
+                        "tensors, and lists and dictionaries of them"
                     )
 
         self._together(make)

@@ -232,9 +232,10 @@ class _Check:
                 version = _message(pod)
                 trouble = python_trouble(0, version)
                 if trouble:
-                    return error(
-                        "python", self._at, f"in `{pod.image}`, `{python}` {plain(trouble)}", "use an image with a newer Python"
+                    hint = (
+                        "use an image with Python 3.8 or newer, or set `python` of the pool to such an interpreter in the image"
                     )
+                    return error("python", self._at, f"in `{pod.image}`, `{python}` {plain(trouble)}", hint)
                 return note("python", self._at, f"in `{pod.image}`, `{python}` is Python {version or 'of unknown version'}", "")
             if state.phase is Phase.FAILED:
                 hint = "change `kubernetes.image` or `python` of the pool" if state.is_final else "run the check again"
