@@ -48,6 +48,10 @@ hosts, cuts their links and restarts their sshd. In the last third of the time i
 the supervisor's memory before that. After each gang, `make soak` compares the record with the nodes: no exit code may be
 missing, no task may have run twice at once, the first cause must be the injected fault, and no process may be left. This is the
 report of one run."""
+SUPERVISOR = (
+    "The table shows the supervisor until it was first killed, in quarters of that time. Memory and open files are medians of "
+    "the quarter:"
+)
 LEGEND = """\
 In the tables, `exit` is a task that exits with an error. `host` kills all processes of a task and its node's agent at once, as
 a restart of the host does. `rank`, `runner`, `keeper`, `agent`, `supervisor` and `command line` are processes that are killed.
@@ -152,7 +156,7 @@ class Soak:
             "|---|--:|",
             *(f"| {fault} | {count} |" for fault, count in sorted(faults.items())),
             "",
-            "The table shows the supervisor until it was first killed. Each row is the end of a quarter, with its medians:",
+            SUPERVISOR,
             "",
             "| after | workflows so far | resident memory | open files |",
             "|--:|--:|--:|--:|",

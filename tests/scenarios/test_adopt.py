@@ -153,7 +153,7 @@ def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
     told = {one["name"]: one for one in adopt(other)}
     assert told[completes]["adopted"], told
     assert "had not been started when the workflow was adopted" in told[completes]["notes"][1]
-    assert "this machine does not retry a group that fails" in told[again]["notes"]
+    assert any("this machine does not retry a group" in note for note in told[again]["notes"])
     for workflow in (completes, again):
         wait_until(lambda w=workflow: other.tasks(w)["first"]["status"] == "RUNNING", 30)  # type: ignore[misc]
         assert other.tasks(workflow)["second"]["status"] == "FAILED_UPSTREAM"

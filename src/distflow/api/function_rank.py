@@ -59,7 +59,8 @@ def main() -> None:
     try:
         result = {"value": cloudpickle.dumps(value)}
     except Exception as error:
-        _exit_with_error(result_path, f"the return value cannot be pickled: {error}")
+        hint = "return numbers, strings, tensors, or lists of them"
+        _exit_with_error(result_path, f"the return value cannot be pickled: {error}; {hint}")
     _store(result_path, result)
     _leave_group()
 

@@ -30,9 +30,9 @@ from distflow.supervisor.workflow_copies import (
     WorkflowCopy,
     is_starting,
     latest,
+    output_urls,
     read_copy,
     rebuild,
-    writes_here,
 )
 
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
@@ -151,11 +151,11 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
     """Separate the workflows to adopt from those that are refused.
 
     A node could have forged an unsigned record. Without ``trust``, the record is refused if this machine would write the
-    outputs of the workflow (``writes_here``).
+    outputs of the workflow (``output_urls``).
     """
     trusted, refused = [], []
     for one in found:
-        here, _ = writes_here(one.copy)
+        here, _ = output_urls(one.copy)
         if one.is_own or trust or not here:
             trusted.append(one)
             continue
@@ -172,7 +172,7 @@ def _unsigned_note(one: FoundWorkflow, name: str) -> tuple[str, ...]:
     """Return a note if the key of this state directory did not sign the record of a workflow."""
     if one.is_own:
         return ()
-    here, stores = writes_here(one.copy)
+    here, stores = output_urls(one.copy)
     outputs = f"; its outputs go to {', '.join([*here, *stores][:_MAX_URLS])}" if here or stores else ""
     remedy = f"read its spec (`distflow workflow spec {name}`) before you restart it"
     return (f"its record is not signed with the key of this state directory{outputs}; {remedy}",)

@@ -1,7 +1,7 @@
 """Read a requirements file of pip, with the files that it includes, so that nodes can install the same packages.
 
-Nodes get the lines, not the files. Lines that name files of this machine are therefore errors. URLs with passwords are errors,
-too, because plans show all lines.
+Nodes get the lines, not the files. Lines with relative paths are therefore errors. Absolute paths may exist on the nodes. URLs
+with passwords are errors, too, because plans show all lines.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _secrets(line: str) -> Iterator[str]:
 
 
 def _problem_of(line: str, where: Mark) -> Problem | None:
-    """Return the problem of a line that is not valid, names a path on this machine or has a URL with a password."""
+    """Return the problem of a line that is not valid, names a relative path or has a URL with a password."""
     if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
         hint = "put it into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
         return Problem(where=where, message="the URL contains a password or a token, which distflow would print", hint=hint)
@@ -153,12 +153,14 @@ def _problem_of(line: str, where: Mark) -> Problem | None:
     location, named = (option["location"], None) if option is not None else (line, _NAMED.fullmatch(line))
     is_archive = _ARCHIVE.fullmatch(line.split(" ", maxsplit=1)[0])
     if named is not None and not is_archive:
-        location = (named["url"] or "/").strip()
+        if not named["url"]:
+            return None  # a package from an index
+        location = named["url"].strip()
     elif option is None and not is_archive and "/" not in line and not line.startswith("."):
         hint = "write one name with its version on each line, such as `torch==2.4.0`"
         return Problem(where=where, message=f"`{line}` is not a valid requirement", hint=hint)
     is_on_node = location.startswith("/") or (_URL.match(location) and not re.match(r"file:(?!/)", location, re.IGNORECASE))
     if is_on_node:
         return None
-    hint = "send your own code with `files` and install only its requirements, or write a path that exists on all nodes"
+    hint = "send your own code with `files` and install only its requirements, or write an absolute path of all nodes"
     return Problem(where=where, message=f"`{location}` is a path on this machine, which nodes cannot install", hint=hint)

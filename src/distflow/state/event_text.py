@@ -34,9 +34,10 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
         case of.Message():
             return details.text
         case of.WorkflowSubmitted():
-            what = f"restarted from {details.parent}" if details.parent else "submitted"
             kept = f"; kept: {', '.join(details.kept)}" if details.kept else ""
-            return f"{what} by {details.user} to pool {details.pool}{kept}"
+            if details.parent:
+                return f"restarted from {details.parent} by {details.user} in pool {details.pool}{kept}"
+            return f"submitted by {details.user} to pool {details.pool}{kept}"
         case of.WorkflowAdopted():
             where = ", ".join(details.nodes)
             return f"adopted from {where}: {details.user} submitted it on {details.host} as {details.id}"
@@ -83,7 +84,7 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             where = ", ".join(filter(None, [details.node, rank_label(details.ranks)]))
             return f"started on {where}" + (f" (pid {details.pid})" if details.pid is not None else "")
         case of.LeaseLost():
-            return "its lease was lost"
+            return "lost its lease before it was started"
         case of.OrphanStopping():
             return f"stopping the abandoned attempt on {details.node}, which is reachable again"
         case of.OrphanGone():
@@ -125,7 +126,7 @@ def _data_text(  # noqa: C901  one case for each kind of event
         case of.OutputWritten():
             return f"its output is at {details.url}: {_files(details.files, details.size)}"
         case of.OutputEmpty():
-            why = f"`{details.regex}` matches nothing" if details.regex else "there is no file"
+            why = f"no output file matches `{details.regex}`" if details.regex else "its output has no files"
             return f"nothing is written to {details.url}: {why}"
         case of.DataRelayed():
             what = "input comes from" if details.is_input else "output goes to"

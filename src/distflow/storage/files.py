@@ -61,7 +61,7 @@ def find_sources(
                 if one.name in found:
                     raise StorageError(
                         f"{found[one.name].path} and {one.path} would both be uploaded as `{one.name}`",
-                        hint="upload them separately",
+                        hint="rename one, or upload them to different URLs; the second would replace the first",
                     )
                 found[one.name] = one
     return tuple(found.values())

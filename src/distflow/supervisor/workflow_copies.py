@@ -2,7 +2,7 @@
 
 A copy shows the workflow as it was when an attempt was prepared. Rebuilding brings it into a state from which the supervisor
 can ask the nodes for everything that happened later, as it does after every restart. Rebuilding never starts anything, because
-the submitter may still be running elsewhere: groups that had not begun are ended, and no attempt is followed by another one.
+the submitter may still be running elsewhere: groups that had not begun are ended, and failed groups are not retried.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
     "encode_copy",
     "is_starting",
     "latest",
+    "output_urls",
     "read_copy",
     "rebuild",
-    "writes_here",
 ]
 
 
@@ -97,7 +97,7 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
         raise StateError(f"its workflow.json on the node cannot be read: {error}") from error
 
 
-def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
+def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
     """Return the URLs of a workflow's outputs: first those that this machine would write, then all others.
 
     The former are ``file://`` and ``sftp://`` URLs, and URLs that cannot be parsed.
@@ -224,7 +224,7 @@ def rebuild(copy: WorkflowCopy, attempts: Mapping[str, AdoptedAttempt], *, nodes
     if secret:
         notes.append(f"the values of --set-env are gone ({', '.join(secret)}): a restart needs them again")
     if any(launch.exit_actions.reschedule for group in copy.plan.groups for launch in group.launches):
-        notes.append("this machine does not retry a group that fails")
+        notes.append("this machine does not retry a group that fails, because the submitter may still run the workflow")
     plan = replace(copy.plan, groups=tuple(_without_retries(one) for one in copy.plan.groups))
     return Rebuilt(record=replace(record, groups=tuple(groups)), plan=plan, notes=tuple(notes))
 

@@ -405,8 +405,8 @@ def test_progress_of_a_transfer_is_in_the_task() -> None:
     [
         ("fetch/0", "x", "no file at s3://b/in matches `x`: the directory of its input is empty"),
         ("fetch/0", "", "there is no file at s3://b/in: the directory of its input is empty"),
-        ("write/0", "", "nothing is written to s3://b/in: there is no file"),
-        ("write/0", "x", "nothing is written to s3://b/in: `x` matches nothing"),
+        ("write/0", "", "nothing is written to s3://b/in: its output has no files"),
+        ("write/0", "x", "nothing is written to s3://b/in: no output file matches `x`"),
     ],
 )
 def test_transfer_without_files_is_reported(op: str, regex: str, words: str) -> None:

@@ -26,7 +26,7 @@ from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
 from distflow.supervisor.snapshot import Workflow
-from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy, encode_copy, read_copy, rebuild, writes_here
+from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy, encode_copy, output_urls, read_copy, rebuild
 from distflow.testing.backend import Behavior
 from unit.state.stored import plan_of, running_group, submit, task, workflow
 from unit.supervisor import gangs
@@ -140,7 +140,7 @@ def test_invalid_record_is_refused(text: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_urls_that_this_machine_writes_are_found(url: str, checkpoint: str, here: bool) -> None:
-    found, stores = writes_here(with_writes(url, checkpoint))
+    found, stores = output_urls(with_writes(url, checkpoint))
     assert bool(found) is here
     assert stores == (["s3://bucket/x"] if url == "s3://bucket/x" else [])
 

@@ -63,8 +63,8 @@ class KubernetesEngine:
 
     1. An allocation is a ConfigMap that owns its pods. Deleting it deletes the pods, even if distflow never runs again.
     2. One query lists the pods of all allocations in the namespace.
-    3. If only a part of a gang's pods has got nodes within ``start_barrier``, all are deleted, because they could block another
-       gang.
+    3. If some pods of a gang have no node ``start_barrier`` after the first pod got one, all are deleted, because they could
+       block another gang.
     """
 
     query_limit: ClassVar = QueryLimit(at_once=8.0, every_s=2.0)
@@ -119,7 +119,10 @@ class KubernetesEngine:
         return ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation. One query lists the pods of all of them."""
+        """Return the state of each allocation. One query lists the pods of all of them.
+
+        Pods that are left of an allocation that has ended are deleted, unless it is queried without tasks.
+        """
         with self._lock:
             found: dict[str, AllocationState] = {name: self._over[name] for name in ids if name in self._over}
         if not ids.keys() - found.keys():
@@ -249,7 +252,7 @@ class KubernetesEngine:
             lost = [pod for pod in ending if states[pod].reason is Reason.NODE_LOST]
             if lost:
                 return _failure({pod: self._of_lost_node(by_name[pod], states[pod]) for pod in lost}, by_name)
-            return Queued(why=f"is ending: {ending[0]} is being deleted")
+            return Queued(why=f"waits for the end of its allocation: {ending[0]} is being deleted")
         if all(one.phase in (Phase.RUNNING, Phase.DONE) for one in states.values()):
             hosts = {pod.index: pod.host for pod in pods}
             names = tasks or [str(index) for index in range(len(hosts))]
@@ -276,10 +279,9 @@ class KubernetesEngine:
         if not waiting or not since or _wall() - min(since) < self._pool.start_barrier_s:
             return None
         placed, why = len(pods) - len(waiting), states[waiting[0].name].message
-        return Over(
-            reason=None,
-            message=f"only {placed} of {len(pods)} pods got a node, so all were deleted: {waiting[0].name} {why}",
-        )
+        all_deleted = "in `start_barrier`, so all were deleted"
+        message = f"only {placed} of {len(pods)} pods got a node {all_deleted}: {waiting[0].name} {why}"
+        return Over(reason=None, message=message)
 
     def _vanished(self, missing: Sequence[str], last: Mapping[str, PodState]) -> Over:
         """Return the end of an allocation with pods that no longer exist."""
@@ -328,7 +330,7 @@ def _refusal(error: ApiError, namespace: str) -> Exception:
         hint = "ask an administrator for the role in docs/kubernetes.md; `distflow pool check` lists the missing permissions"
     elif "PodSecurity" in error.message:
         hint = "add a `securityContext` to the pod template, or use another namespace"
-    return RequestRefused(f"Kubernetes refused the pods: {error.message}", hint=hint)
+    return RequestRefused(f"Kubernetes refused the allocation: {error.message}", hint=hint)
 
 
 def _wall() -> float:

@@ -152,7 +152,7 @@ class SlurmEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each job, with at most one query to Slurm, or two if jobs have ended."""
+        """Return the state of each job. This takes one query to Slurm, and a second one if jobs have ended."""
         with self._state:
             known = {job: self._over[job] for job in ids if job in self._over}
         if not ids.keys() - known.keys():
@@ -358,7 +358,7 @@ class SlurmEngine:
         return jobs
 
     def _cancel_unwanted(self, jobs: Mapping[str, Sequence[Component]], known: Collection[str]) -> None:
-        """Cancel other jobs with the allocation of a ``known`` job, and ``known`` jobs of which only some components ended."""
+        """Cancel duplicates of ``known`` jobs, and ``known`` heterogeneous jobs of which only some components have ended."""
         with self._state:
             active = dict(self._active)
         wanted = {active[job] for job in known if job in active}
@@ -407,7 +407,7 @@ def _state_of(components: Sequence[Component], tasks: Sequence[str]) -> Allocati
     if phases <= {Phase.OVER}:
         return None
     if phases & {Phase.OVER, Phase.ENDING}:
-        return Queued(why="is ending: Slurm stops its processes")
+        return Queued(why="waits for the end of its job: Slurm stops the processes")
     waiting = [one for one in components if phase_of(one.state) is Phase.QUEUED]
     if waiting:
         first = next((one for one in waiting if one.reason != "None"), waiting[0])
