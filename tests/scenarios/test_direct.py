@@ -153,7 +153,7 @@ def test_local_data_and_file_credentials_stay_on_this_machine(cli: Cli, s3: S3Se
     assert (bucket / "x" / "a.pt").read_bytes() == (tmp_path / "out" / "a.pt").read_bytes()
     events = _events(cli, "one-1")
     assert events.count("through this machine") == 1
-    assert "[only] its output goes to s3://b/x through this machine: distflow does not send the credentials of this" in events
+    assert "[only] its output goes to s3://b/x through this machine: credentials in files or roles" in events
 
 
 def test_an_upload_that_a_node_may_not_do_is_relayed(cli: Cli, s3: S3Server) -> None:

@@ -25,6 +25,7 @@ from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.process import Lock, is_running
 from distflow.supervisor.workflow_copies import (
+    COPIES,
     AdoptedAttempt,
     Rebuilt,
     WorkflowCopy,
@@ -41,7 +42,10 @@ _MAX_URLS = 3
 """The maximum number of URLs that a message lists."""
 
 
-_NO_RECORD = "no node has a copy of its record: its submission was incomplete, or an old version of distflow submitted it"
+_NO_RECORD = (
+    "none of the nodes that answered has a copy of its record: its submission was incomplete, an old version of distflow "
+    f"submitted it, or the nodes of its first {COPIES} tasks, which have copies, did not answer or were not searched"
+)
 
 
 class FoundWorkflow(Struct, frozen=True, kw_only=True):
@@ -85,7 +89,7 @@ def adopt(
     trust_records: bool = False,
     is_dry_run: bool = False,
 ) -> Adoption:
-    """Add workflows to the store that are only on nodes, because another machine submitted them or the store was lost.
+    """Find workflows that only nodes have, and add them to the store. Another machine submitted them, or the store was lost.
 
     The supervisor then watches these workflows, and they can be canceled. It does not start any of their tasks. A damaged store
     is renamed first.
@@ -94,8 +98,9 @@ def adopt(
         client: The client whose store gets the workflows.
         pool: The pool whose nodes are searched. Default: all pools.
         hosts: Machines to search instead of the configured nodes.
-        trust_records: Whether to also adopt unsigned records whose outputs or checkpoints go to files of this machine or over
-            SFTP. Other unsigned records are always adopted.
+        trust_records: Whether to also adopt records that the key of this state directory did not sign, such as those of another
+            machine, if their outputs or checkpoints go to files of this machine, over SFTP, or to a URL that is not valid.
+            Other records are always adopted.
         is_dry_run: Whether to only report, without any change.
 
     Returns:
@@ -150,8 +155,8 @@ def _still_in_use(directory: StateDirectory, how: str) -> StateError:
 def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
     """Separate the workflows to adopt from those that are refused.
 
-    A node could have forged an unsigned record. Without ``trust``, the record is refused if this machine would write the
-    outputs of the workflow (``output_urls``).
+    A node could have forged a record that the key of this state directory did not sign. Without ``trust``, such a record is
+    refused if this machine would write the outputs of the workflow (``output_urls``).
     """
     trusted, refused = [], []
     for one in found:
@@ -168,7 +173,7 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
     return trusted, refused
 
 
-def _unsigned_note(one: FoundWorkflow, name: str) -> tuple[str, ...]:
+def _foreign_record_note(one: FoundWorkflow, name: str) -> tuple[str, ...]:
     """Return a note if the key of this state directory did not sign the record of a workflow."""
     if one.is_own:
         return ()
@@ -200,7 +205,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
                 unread[workflow.uuid] = error.message
     found = []
     for uuid, known in copies.items():
-        # If one node has a signed record, ignore the unsigned records of other nodes.
+        # If one node has a record that this key signed, ignore the other records.
         is_own = any(own for _, _, own in known)
         accepted = [(pool, copy) for pool, copy, own in known if own or not is_own]
         copy, pool = latest(one for _, one in accepted), accepted[0][0]
@@ -232,7 +237,9 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
         ready.append((one, rebuild(one.copy, one.attempts, nodes=[node.name for node in one.pool.nodes], now=now)))
     if dry_run:
         return results + [
-            AdoptedWorkflow(uuid=one.uuid, name=(id_ := one.copy.record.id), notes=(*_unsigned_note(one, id_), *rebuilt.notes))
+            AdoptedWorkflow(
+                uuid=one.uuid, name=(id_ := one.copy.record.id), notes=(*_foreign_record_note(one, id_), *rebuilt.notes)
+            )
             for one, rebuilt in ready
         ]
     if not ready:
@@ -249,7 +256,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
         record = _store(store, one, rebuilt, now, notify)
         renamed = record.id != one.copy.record.id
         note = (f"its id was {one.copy.record.id}, which another workflow has on this machine",) if renamed else ()
-        notes = (*note, *_unsigned_note(one, record.id), *rebuilt.notes)
+        notes = (*note, *_foreign_record_note(one, record.id), *rebuilt.notes)
         results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=notes))
     client.ensure_supervisor()
     return results

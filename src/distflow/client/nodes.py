@@ -115,7 +115,7 @@ def ask_nodes(nodes: Sequence[PoolNode], ask: Callable[[Pool, Node], T]) -> list
 def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[Reaped]:
     """Find orphan processes and containers of attempts on nodes, and stop them.
 
-    Those of another root directory, user or submitter are only reported.
+    Those of another root directory or user are only reported.
 
     Args:
         nodes: The nodes (see ``choose_nodes``).

@@ -38,7 +38,7 @@ _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _LOCAL_CREDENTIALS = (
-    "distflow does not send the credentials of this machine to nodes, such as files and roles (to let nodes transfer the data: "
+    "credentials in files or roles of this machine are not sent to nodes (to let nodes transfer the data: "
     "distflow credential set NAME --type DATA)"
 )
 

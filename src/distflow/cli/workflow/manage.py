@@ -164,7 +164,7 @@ def adopt_workflows(
         bool,
         typer.Option(
             "--trust-records",
-            help="Also adopt unsigned records whose outputs go to local files or over SFTP.",
+            help="Also adopt records of other machines whose outputs go to local files or over SFTP.",
         ),
     ] = False,
     hostfile: HostfileOption = None,

@@ -214,9 +214,11 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
     schema = spec.parent / _SCHEMA  # the first line of the spec names it
     if not os.path.exists(schema):  # ``Path.exists`` raises an error for a path that cannot be inspected
         targets[schema] = schema_text()
-    for path in targets:
-        if os.path.exists(path) and not force:
-            raise InputError(f"{path} exists already", hint="name a file in another directory, or add --force to replace it")
+    existing = [str(path) for path in targets if os.path.exists(path)]
+    if existing and not force:
+        verb = "exists" if len(existing) == 1 else "exist"
+        hint = "name a file in another directory, or add --force to replace what exists"
+        raise InputError(f"{', '.join(existing)} {verb} already", hint=hint)
     for path, text in targets.items():
         write_file(path, text, force=force)
     return list(targets)
