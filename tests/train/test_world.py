@@ -123,6 +123,32 @@ TOGETHER = """
 """
 
 
+def test_no_rank_leaves_before_all_have_joined(start_with_torch: Start) -> None:
+    """A rank that leaves at once closed the connections of ranks that were still joining."""
+    run = start_with_torch(
+        """
+        import os, time, torch.distributed as dist
+        from pathlib import Path
+        from distflow import train
+
+        new_group = dist.new_group
+
+        def slow_group(*args, **options):
+            group = new_group(*args, **options)
+            time.sleep(1)
+            Path("joined").touch()
+            return group
+
+        if os.environ["RANK"] == "1":
+            dist.new_group = slow_group
+        train.init()
+        assert Path("joined").exists()
+        """,
+        "--size", "2",
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+
+
 def test_ranks_decide_together(start_with_torch: Start) -> None:
     run = start_with_torch(TOGETHER, "--size", "2")
     assert run.wait() == 0, run.stderr
