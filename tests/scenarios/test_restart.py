@@ -79,7 +79,7 @@ def test_impossible_restarts_are_reported(cli: Cli) -> None:
                 "to run the whole workflow again: distflow workflow submit stages-1"
             ),
         ),
-        (running, "long-1 has not ended: "),
+        (running, "long-1 cannot be restarted, because it has not ended: "),
         ("stages-7", "there is no workflow `stages-7`"),
         ("nothing", "`nothing` is not the id of a workflow"),
     ):

@@ -214,7 +214,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert "set DISTFLOW_CHECKPOINT" in none
     assert "keep_last=0" in keep
     assert "step=-1" in negative
-    assert "it could not be loaded: a state (loader, scheduler) contains numpy.dtype; use" in unreadable
+    assert "it could not be loaded: a state (loader, scheduler) contains " in unreadable
 
 
 TWO = (

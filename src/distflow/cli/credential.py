@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -182,7 +183,8 @@ def _read(key: str, path: str) -> str:
         else:
             with Path(path).expanduser().open("rb") as file:
                 data = file.read(LONGEST_VALUE + 3)
-        return data.decode()
+        # A longer value, which is refused later, may end within a character.
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) <= LONGEST_VALUE)
     except OSError as error:
         # Do not print the path, because it can be the secret value itself, given by mistake.
         hint = "use KEY=FILE, or KEY=- to read the value from standard input"

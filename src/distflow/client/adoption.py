@@ -44,7 +44,7 @@ _MAX_URLS = 3
 
 _NO_RECORD = (
     "none of the nodes that answered has a copy of its record: its submission was incomplete, an old version of distflow "
-    f"submitted it, or the nodes of its first {COPIES} tasks, which have copies, did not answer or were not searched"
+    f"submitted it, or the nodes with copies, those of the first {COPIES} tasks of a group, did not answer or were not searched"
 )
 
 
@@ -98,9 +98,8 @@ def adopt(
         client: The client whose store gets the workflows.
         pool: The pool whose nodes are searched. Default: all pools.
         hosts: Machines to search instead of the configured nodes.
-        trust_records: Whether to also adopt records that the key of this state directory did not sign, such as those of another
-            machine, if their outputs or checkpoints go to files of this machine, over SFTP, or to a URL that is not valid.
-            Other records are always adopted.
+        trust_records: Whether to also adopt records that are refused by default: those that the key of this state directory did
+            not sign, and whose outputs or checkpoints go to local files, over SFTP, or to a URL that is not valid.
         is_dry_run: Whether to only report, without any change.
 
     Returns:
@@ -109,6 +108,7 @@ def adopt(
     Raises:
         InputError: if the pool cannot use ``hosts``.
         NotFound: if the pool does not exist.
+        ProblemsFound: if the configuration is wrong.
         StateError: if the store cannot be used, or if a supervisor is running on a damaged or deleted store.
         SupervisorError: if the supervisor does not start.
 
@@ -231,7 +231,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     results, ready = [], []
     for one in sorted(found, key=lambda one: one.copy.record.submitted_at):
         if is_starting(one.copy.record, one.attempts):
-            why = "another machine is starting it now; try again in a few minutes"
+            why = "its tasks are just being started, or their start was abandoned a moment ago; try again in a few minutes"
             results.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
             continue
         ready.append((one, rebuild(one.copy, one.attempts, nodes=[node.name for node in one.pool.nodes], now=now)))

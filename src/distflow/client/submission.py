@@ -508,7 +508,7 @@ def plan_restart(
     record = previous.record
     if not record.state.is_final:
         hint = f"wait until it has ended, or cancel it: distflow workflow cancel {record.id}"
-        raise InputError(f"{record.id} has not ended: {record.status}", hint=hint)
+        raise InputError(f"{record.id} cannot be restarted, because it has not ended: {record.status}", hint=hint)
     if record.state is WorkflowState.COMPLETED:
         hint = f"to run the whole workflow again: distflow workflow submit {record.id}"
         raise InputError(f"{record.id} completed, so there is nothing to restart", hint=hint)

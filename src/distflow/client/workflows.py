@@ -129,7 +129,7 @@ def workflow_ids(client: Client) -> Mapping[str, str]:
 
 
 def plan_of(client: Client, record: WorkflowRecord) -> Plan:
-    """Return the plan of a workflow. Raises ``RecordUnreadable`` if another version of distflow stored it."""
+    """Return the plan of a workflow. Raises ``RecordUnreadable`` if this version of distflow cannot read it."""
     return client.store.plan(record.uuid)
 
 
@@ -223,8 +223,8 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
     """Return when `distflow node clean` may first remove the output files of a workflow, in seconds since the epoch.
 
-    Return ``None`` before the end of the workflow, if no task has run, if the files end with the nodes, or if the stored pool
-    has no retention time. This does not connect to a node.
+    Return ``None`` before the end of the workflow, if no task has run, if the files are deleted with the nodes (Kubernetes), or
+    if the stored pool has no retention time. This does not connect to a node.
     """
     has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
     if not record.state.is_final or record.ended_at is None or not has_run:
@@ -409,7 +409,7 @@ def wait(
             hint = [line for record in late for line in on_timeout(record)]
             raise WaitTimeout(
                 f"{', '.join(one.id for one in late)} {'has' if len(late) == 1 else 'have'} not ended within {timeout_s:g} s",
-                hint="\n".join([*hint, f"the supervisor continues to run; its log: {client.directory.supervisor_log}"]),
+                hint="\n".join([*hint, f"it continues to run; the supervisor's log: {client.directory.supervisor_log}"]),
             )
         polls += 1
         if polls % _WAKE_EVERY == 0:

@@ -42,7 +42,7 @@ _GROWTH = 8
 """The factor by which more is read if the end of a log has too few lines."""
 _MOST_BYTES = 1 << 20
 _LONGEST_TEXT = 4096
-"""Characters of a line that are searched for causes."""
+"""The maximum number of characters of a line that ``end_lines`` returns. The middle of a longer line is left out."""
 
 
 class LogSource(Struct, frozen=True):

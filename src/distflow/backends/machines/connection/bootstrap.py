@@ -316,7 +316,11 @@ def open_service(
 
 
 def _report(node: str, text: str) -> dict[str, Any]:
-    """Return the stub's error report with every field in the right type. The node is not trusted."""
+    """Return the stub's error report. The node is not trusted, so check the type of a field before you use it.
+
+    ``errno`` is an integer or missing. Every other value is a bool, an integer, None or a short string. Raises
+    ``BootstrapFailed`` if the report is malformed.
+    """
     try:
         fields: dict[str, Any] = decode_object(text)
     except ValueError as error:
