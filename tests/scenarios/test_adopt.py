@@ -72,6 +72,8 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
 
     seen = {one["name"]: one for one in adopt(other, "--dry-run")}
     assert {name: one["adopted"] for name, one in seen.items()} == {runs: True, fails: True}
+    unsigned = "its record is not signed with the key of this state directory; read its spec before you restart it"
+    assert [one["notes"][0] for one in seen.values()] == [unsigned] * 2
     assert other.run("workflow", "query", fails).code == 2
     text = other.run("workflow", "adopt")
     assert text.code == 0, text.err

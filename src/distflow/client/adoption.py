@@ -14,6 +14,7 @@ from distflow.client.nodes import choose_nodes, recall_nodes
 from distflow.client.notifications.targets import own_targets
 from distflow.client.submission import pool_key
 from distflow.documents.notify import NotifyTarget
+from distflow.documents.text import few
 from distflow.errors import StateError
 from distflow.pools.hostfile import Host
 from distflow.pools.model import Pool
@@ -37,9 +38,6 @@ from distflow.supervisor.workflow_copies import (
 )
 
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
-
-_MAX_URLS = 3
-"""The maximum number of URLs that a message lists."""
 
 
 _NO_RECORD = (
@@ -165,21 +163,24 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
             trusted.append(one)
             continue
         why = (
-            f"its record is not signed with the key of this state directory, and its outputs would go to "
-            f"{', '.join(here[:_MAX_URLS])}; "
+            f"its record is not signed with the key of this state directory, and its outputs would go to {few(here)}; "
             "if you know this workflow, adopt it with --trust-records"
         )
         refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
     return trusted, refused
 
 
-def _foreign_record_note(one: FoundWorkflow, name: str) -> tuple[str, ...]:
-    """Return a note if the key of this state directory did not sign the record of a workflow."""
+def _foreign_record_note(one: FoundWorkflow, adopted_id: str | None) -> tuple[str, ...]:
+    """Return a note if the key of this state directory did not sign the record of a workflow.
+
+    ``adopted_id`` is its id after the adoption; ``None`` in a dry run.
+    """
     if one.is_own:
         return ()
     here, stores = output_urls(one.copy)
-    outputs = f"; its outputs go to {', '.join([*here, *stores][:_MAX_URLS])}" if here or stores else ""
-    remedy = f"read its spec (`distflow workflow spec {name}`) before you restart it"
+    outputs = f"; its outputs go to {few([*here, *stores])}" if here or stores else ""
+    command = f" (`distflow workflow spec {adopted_id}`)" if adopted_id is not None else ""
+    remedy = f"read its spec{command} before you restart it"
     return (f"its record is not signed with the key of this state directory{outputs}; {remedy}",)
 
 
@@ -237,9 +238,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
         ready.append((one, rebuild(one.copy, one.attempts, nodes=[node.name for node in one.pool.nodes], now=now)))
     if dry_run:
         return results + [
-            AdoptedWorkflow(
-                uuid=one.uuid, name=(id_ := one.copy.record.id), notes=(*_foreign_record_note(one, id_), *rebuilt.notes)
-            )
+            AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, notes=(*_foreign_record_note(one, None), *rebuilt.notes))
             for one, rebuilt in ready
         ]
     if not ready:
