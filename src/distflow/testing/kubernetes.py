@@ -112,13 +112,13 @@ class KubernetesCluster:
 
     def __exit__(self, *_: object) -> None:
         """Remove it if no other process uses it."""
+        if self._api is not None:
+            self._api.close()
+            self._api = None
         if self._script is not None:
             with _locked(self._users_lock):
                 users = [pid for pid in self._user_pids() if is_alive(pid) and pid != os.getpid()]
                 self._users.write_text("\n".join(map(str, users)))
-                if self._api is not None:
-                    self._api.close()
-                    self._api = None
                 if not users:
                     _down(self._script, self.folder)
                     shutil.rmtree(self.folder, ignore_errors=True)
@@ -202,7 +202,8 @@ class KubernetesCluster:
 
         def are_ready() -> bool:
             with contextlib.suppress(NodeUnreachable, ApiError):
-                return all(self._ready_nodes().values())
+                nodes = self._ready_nodes()
+                return bool(nodes) and all(nodes.values())
             return False
 
         wait_until(are_ready, timeout_s, "all nodes are ready")

@@ -310,9 +310,10 @@ def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
     """Remove workflows, files of earlier versions, the private directory ``root``, and its parent if that is empty."""
 
     def remove(workflow: str) -> None:
-        for path, hidden in _hide(root, workflow).items():
-            _remove_tree(hidden)
-            removed.append(path)
+        with contextlib.suppress(FileNotFoundError):  # another agent has moved it
+            for path, hidden in _hide(root, workflow).items():
+                _remove_tree(hidden)
+                removed.append(path)
 
     for workflow in attempts.workflows(root):
         _try(remove, workflow, left)
