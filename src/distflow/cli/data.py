@@ -189,14 +189,15 @@ def check(
 def _report(
     verb: str, url: StorageUrl, moved: TransferResult, seconds: float, benchmark_out: Path | None, format_type: Format
 ) -> None:
+    transferred = moved.size - moved.skipped_size
     body = {"url": str(url), "files": moved.files, "bytes": moved.size, "already_there": moved.skipped}
     if benchmark_out is not None:
         measured = {
             "verb": verb,
             **body,
             "seconds": round(seconds, 3),
-            "transferred_bytes": moved.size - moved.skipped_size,
-            "bytes_per_second": round((moved.size - moved.skipped_size) / max(seconds, 0.001)),
+            "transferred_bytes": transferred,
+            "bytes_per_second": round(transferred / max(seconds, 0.001)),
         }
         _write_benchmark(benchmark_out, verb, measured)
     if format_type is Format.JSON:
@@ -205,8 +206,7 @@ def _report(
     skipped = ""
     if moved.skipped:
         skipped = f"; {count_text(moved.skipped, 'file')} {'was' if moved.skipped == 1 else 'were'} already there"
-    size = bytes_text(moved.size - moved.skipped_size)
-    print(f"{verb}ed {count_text(moved.files - moved.skipped, 'file')}, {size}{skipped}")
+    print(f"{verb}ed {count_text(moved.files - moved.skipped, 'file')}, {bytes_text(transferred)}{skipped}")
 
 
 def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) -> None:

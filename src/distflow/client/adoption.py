@@ -39,7 +39,6 @@ from distflow.supervisor.workflow_copies import (
 
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
 
-
 _NO_RECORD = (
     "none of the nodes that answered has a copy of its record: its submission was incomplete, an old version of distflow "
     f"submitted it, or the nodes with copies, those of the first {COPIES} tasks of a group, did not answer or were not searched"

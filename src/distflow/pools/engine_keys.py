@@ -65,10 +65,9 @@ def refuse_keys_of_engines(pool: View, backend: str) -> None:
     if backend not in ENGINES:
         return
     known = ", ".join(f"`{key}`" for key in _PLATFORM_KEYS[backend])
+    foreign = {key: other for other, keys in _PLATFORM_KEYS.items() if other != backend for key in keys}
     for name in pool.view("platforms").keys:
         platform = pool.view("platforms", name)
-        for other, keys in _PLATFORM_KEYS.items():
-            for key in keys if other != backend else ():
-                if key in platform.keys:
-                    message = f"`{key}` of a platform needs `backend: {other}`"
-                    platform.add(message, f"remove it; with `backend: {backend}`, a platform has {known}", key=key)
+        for key in filter(foreign.__contains__, platform.keys):
+            message = f"`{key}` of a platform needs `backend: {foreign[key]}`"
+            platform.add(message, f"remove it; with `backend: {backend}`, a platform has {known}", key=key)

@@ -133,10 +133,12 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         device_id=place.device if place.device.type == "cuda" else None,
     )  # fmt: skip
     _control = dist.new_group(backend="gloo", timeout=bound, group_desc="distflow")
-    dist.barrier(_control)  # a rank that leaves at once must not close the connections on which others still join
     serve_collectives()
+    # Wait for all: a rank that leaves at once must not close the connections on which others still join.
     if is_debug():
         dist.monitored_barrier(_control, timeout=_delta(start_timeout), wait_all_ranks=True)
+    else:
+        dist.barrier(_control)
     atexit.register(_finish_at_exit)
     _joined = place
     return place

@@ -279,9 +279,8 @@ class KubernetesEngine:
         if not waiting or not since or _wall() - min(since) < self._pool.start_barrier_s:
             return None
         placed, why = len(pods) - len(waiting), states[waiting[0].name].message
-        all_deleted = "in `start_barrier`, so all were deleted"
-        message = f"only {placed} of {len(pods)} pods got a node {all_deleted}: {waiting[0].name} {why}"
-        return Over(reason=None, message=message)
+        message = f"only {placed} of {len(pods)} pods got a node in `start_barrier`, so all were deleted"
+        return Over(reason=None, message=f"{message}: {waiting[0].name} {why}")
 
     def _vanished(self, missing: Sequence[str], last: Mapping[str, PodState]) -> Over:
         """Return the end of an allocation with pods that no longer exist."""
