@@ -1,7 +1,8 @@
 """The entry point of the command line, with a short start time.
 
 The garbage collector is disabled until the command is imported (``options.LazyGroup``): it runs often during imports but finds
-no garbage. This saves a tenth of the time of ``distflow workflow query``.
+no garbage. This saves a tenth of the time of ``distflow workflow query``. At the end the objects are frozen, because the
+interpreter otherwise searches all of them for garbage while it exits. This saves an eighth of the time of ``distflow --help``.
 
 From the import of this module on, Ctrl-C ends the process without a traceback. SIGINT raises ``KeyboardInterrupt`` only while
 the command can handle it. Before and after, SIGINT kills the process.
@@ -32,3 +33,4 @@ def main() -> None:
     finally:
         if _HANDLES_SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        gc.freeze()
