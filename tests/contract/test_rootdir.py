@@ -32,7 +32,8 @@ def snapshot(top: Path) -> dict[str, bytes]:
 
 def make_like_before(node: NodeUnderTest) -> None:
     """Arrange what lies in the private directory as the version before did: in the root itself, without marks."""
-    shutil.copytree(node.root / "runtime", node.top / "runtime")  # what runs still imports from the first one
+    # What runs still imports from the first one. The version before did not store compiled modules.
+    shutil.copytree(node.root / "runtime", node.top / "runtime", ignore=shutil.ignore_patterns("distflow.runtime.*"))
     for path in node.root.iterdir():
         if path.name not in (MARKER, "runtime"):
             path.rename(node.top / path.name)
@@ -162,6 +163,8 @@ def test_a_damaged_runtime_is_repaired(node: NodeUnderTest, damage: str) -> None
     home = node.root / "runtime" / RUNTIME.digest
     package = home / "distflow" / "runtime"
     good = {path.relative_to(package) for path in package.rglob("*.py")}
+    (compiled,) = home.glob("distflow.runtime.agent.server.*")
+    compiled.write_bytes(compiled.read_bytes()[:-1])
     if damage == "missing":
         (package / "wire.py").unlink()
     elif damage == "changed":
@@ -175,6 +178,19 @@ def test_a_damaged_runtime_is_repaired(node: NodeUnderTest, damage: str) -> None
     assert node.run(node.connect(), ["echo", "hi"])[1] == "hi\n"
     assert {path.relative_to(package) for path in package.rglob("*.py")} == good
     assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
+
+
+def test_a_module_that_is_damaged_after_its_check_is_not_imported(node: NodeUnderTest) -> None:
+    """Later starts read the modules of the agent from one file, and check the others when they are imported."""
+    assert survey(node) == []
+    home = node.root / "runtime" / RUNTIME.digest
+    changed = home / "distflow" / "runtime" / "cleanup" / "cleaning.py"
+    good = changed.read_bytes()
+    changed.write_text("raise SystemExit('changed')")
+    with pytest.raises(AgentError, match=f"files below {home} are damaged"):
+        node.connect().request("survey")
+    assert survey(node) == []
+    assert changed.read_bytes() == good
 
 
 def test_a_task_leaves_the_runtime_as_it_is(node: NodeUnderTest) -> None:

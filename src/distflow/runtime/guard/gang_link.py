@@ -3,8 +3,7 @@
 One keeper, the hub, listens on the training network. The other keepers connect to it, and reconnect when the connection breaks.
 A keeper reports the failure of its task to the hub, and the hub reports it to all other keepers. A broken connection does not
 count as a failure. Each message has a keyed hash (RFC 7693), with which both sides prove that they have the gang's token. The
-hash covers random numbers that both sides chose for this connection, so no line of another connection can be replayed. This
-module is imported only for gangs of several tasks.
+hash covers random numbers that both sides chose for this connection, so no line of another connection can be replayed.
 
 Each side first sends a line with its random number. Every line after that is the hash in hexadecimal, a space, and a JSON
 object. The hash covers the bytes of the object as they were received. The object is parsed only after its hash was verified,

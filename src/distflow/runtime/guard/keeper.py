@@ -16,18 +16,15 @@ import sys
 import time
 
 from distflow.protocol.ends import EndReason
-from distflow.protocol.light_typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
+from distflow.protocol.light_typing import Callable, NoReturn, Optional, Set
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, masking, records
-from distflow.runtime.guard import command, process_tree
+from distflow.runtime.guard import command, gang_link, process_tree
 from distflow.runtime.guard.control import AgentConnections, AttemptHandles
 from distflow.runtime.guard.output import Output, Source
 from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json, OpError
-
-if TYPE_CHECKING:
-    from distflow.runtime.guard import gang_link
 
 __all__ = ["run"]
 
@@ -211,11 +208,10 @@ class _Keeper:
             self._message = why or self._message
 
     def _report_to_gang(self, end: Json) -> None:
-        if self._gang is not None:
-            from distflow.runtime.guard import gang_link
-
-            if gang_link.stops_gang(self._launch["gang"] if self._launch else {}, self._reason or EndReason.EXITED, end):
-                self._gang.fail(self._message or records.describe_exit(end))
+        if self._gang is None or self._launch is None:
+            return
+        if gang_link.stops_gang(self._launch["gang"], self._reason or EndReason.EXITED, end):
+            self._gang.fail(self._message or records.describe_exit(end))
 
     def _on_gang_failure(self, task: str, why: str) -> None:
         """Stop the command, because another task of the gang failed."""
@@ -309,11 +305,8 @@ class _Keeper:
                 for source in self._output.prepare(self._mask, self._launch, self._handles.directory):
                     self._read_from(source)
                 if self._launch.get("gang"):
-                    from distflow.runtime.guard import gang_link
-
-                    self._gang = gang_link.GangLink(
-                        self._launch["gang"], self._handles.link, self._selector, self._on_gang_failure
-                    )
+                    link, selector = self._handles.link, self._selector
+                    self._gang = gang_link.GangLink(self._launch["gang"], link, selector, self._on_gang_failure)
                 self._change(phase="prepared")
             answer({})
         elif op == "start":
