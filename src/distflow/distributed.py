@@ -149,8 +149,10 @@ def _read(path: Path) -> Config:
             required_count=int(own["required_count"]),
             members=members,
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a valid distributed.json: {type(error).__name__}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{path} is not a valid distributed.json: the key {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a valid distributed.json: {error}") from error
 
 
 def _in_order(ids: Sequence[str]) -> list[str]:

@@ -97,7 +97,7 @@ def test_it_goes_as_a_relayed_one_does(deliver: Deliver, output: Path, s3: S3Ser
         listener.bind("sock")
         os.chdir(at)
         done = deliver(Delivery(url="s3://b/x/"))
-    assert done == Delivered(words="s3://b/x/", files=3, size=28)
+    assert done == Delivered(label="s3://b/x/", files=3, size=28)
     assert there(s3) == {"x/m/a.pt": b"weights", "x/latest": b"weights", "x/outside": b"kept elsewhere"}
     # Again, and nothing changes; less of it elsewhere.
     assert deliver(Delivery(url="s3://b/x/")) == done
@@ -118,7 +118,7 @@ def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S
     (output / "m").mkdir()
     (output / "m" / "a.pt").write_bytes(b"weights")
     order = Delivery(url="s3://b/sets", dataset="model", paths=("m",), upload_id="0123456789abcdef", at=5.0)
-    assert [deliver(order).words for _ in range(2)] == ["dataset model:1"] * 2
+    assert [deliver(order).label for _ in range(2)] == ["dataset model:1"] * 2
     assert there(s3)["sets/data/model/1/m/a.pt"] == b"weights"
     with pytest.raises(StorageError, match="the output has no `n`"):
         deliver(Delivery(url="s3://b/sets", dataset="model", paths=("n",), upload_id="0123456789abcdee"))

@@ -83,7 +83,7 @@ def test_errors_are_refused_without_the_secret_value(cli: Cli) -> None:
         (*name, "--payload-file", "a=/dev/null"): "the payload has an empty key or value: a",
         (*name, "--payload-file", "a=-", "b=-"): "standard input can be the value of only one key",
         (*name, "--payload-file", f"a={sys.executable}"): "--payload-file a: the value is not valid UTF-8 text",
-        (*name, "--type", "REGISTRY", "--payload", f"password={VALUE}"): "a REGISTRY credential has no key `password`",
+        (*name, "--type", "REGISTRY", "--payload", f"password={VALUE}"): "`password` is not a key of a REGISTRY credential",
         ("credential", "delete", "one"): "there is no credential `one`\nno credentials exist",
     }
     for arguments, words in cases.items():

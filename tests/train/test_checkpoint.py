@@ -208,7 +208,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished one is gone"
     assert report["replaced"] == 6, "neither the old one nor the new one was lost"
     no_state, other_model, no_directory, none, keep, negative, unreadable = report["errors"]
-    assert "has no state of loader; it has none" in no_state
+    assert "does not contain the state of loader, only of none" in no_state
     assert "cannot be loaded into this model and optimizer" in other_model
     assert "rank 0: " in no_directory
     assert "set DISTFLOW_CHECKPOINT" in none

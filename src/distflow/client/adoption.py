@@ -37,15 +37,15 @@ from distflow.supervisor.workflow_copies import (
     rebuild,
 )
 
-__all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
+__all__ = ["AdoptableWorkflow", "AdoptedWorkflow", "Adoption", "adopt"]
 
 _NO_RECORD = (
-    "none of the nodes that answered has a copy of its record: its submission was incomplete, an old version of distflow "
-    f"submitted it, or the nodes with copies, those of the first {COPIES} tasks of a group, did not answer or were not searched"
+    f"no node that answered has a copy of its record. Only the nodes of the first {COPIES} tasks of each group keep one: "
+    "search these nodes too. If they have none, its submission was incomplete, or an old version of distflow submitted it"
 )
 
 
-class FoundWorkflow(Struct, frozen=True, kw_only=True):
+class AdoptableWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow that was found on the nodes of a pool, with a readable copy of its record."""
 
     uuid: str
@@ -149,7 +149,7 @@ def _still_in_use(directory: StateDirectory, how: str) -> StateError:
     )
 
 
-def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
+def _trusted(found: list[AdoptableWorkflow], *, trust: bool) -> tuple[list[AdoptableWorkflow], list[AdoptedWorkflow]]:
     """Separate the workflows to adopt from those that are refused.
 
     A node could have forged a record that the key of this state directory did not sign. Without ``trust``, such a record is
@@ -169,7 +169,7 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
     return trusted, refused
 
 
-def _foreign_record_note(one: FoundWorkflow, adopted_id: str | None) -> tuple[str, ...]:
+def _foreign_record_note(one: AdoptableWorkflow, adopted_id: str | None) -> tuple[str, ...]:
     """Return a note if the key of this state directory did not sign the record of a workflow.
 
     ``adopted_id`` is its id after the adoption; ``None`` in a dry run.
@@ -183,7 +183,7 @@ def _foreign_record_note(one: FoundWorkflow, adopted_id: str | None) -> tuple[st
     return (f"its record is not signed with the key of this state directory{outputs}; {remedy}",)
 
 
-def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
+def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableWorkflow], list[AdoptedWorkflow]]:
     """Combine the answers of nodes. Return the workflows that can be adopted, and those without a readable copy."""
     copies: dict[str, list[tuple[Pool, WorkflowCopy, bool]]] = {}
     attempts: dict[tuple[str, str], dict[str, list[AdoptedAttempt]]] = {}
@@ -210,7 +210,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
         accepted = [(pool, copy) for pool, copy, own in known if own or not is_own]
         copy, pool = latest(one for _, one in accepted), accepted[0][0]
         at = {name: _report_of(copy, name, reports) for name, reports in attempts.get((pool.name, uuid), {}).items()}
-        found.append(FoundWorkflow(uuid=uuid, pool=pool, copy=copy, is_own=is_own, attempts=at))
+        found.append(AdoptableWorkflow(uuid=uuid, pool=pool, copy=copy, is_own=is_own, attempts=at))
     skipped = [AdoptedWorkflow(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in copies]
     return found, skipped
 
@@ -226,7 +226,7 @@ def _report_of(copy: WorkflowCopy, name: str, reports: list[AdoptedAttempt]) -> 
     return next((one for one in reports if attempt is not None and one.node == attempt.node), reports[0])
 
 
-def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[AdoptedWorkflow]:
+def _adopt(client: Client, found: list[AdoptableWorkflow], dry_run: bool) -> list[AdoptedWorkflow]:
     now = time.time()  # noqa: TID251  the moment of adoption
     results, ready = [], []
     for one in sorted(found, key=lambda one: one.copy.record.submitted_at):
@@ -260,7 +260,9 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     return results
 
 
-def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float, notify: Sequence[NotifyTarget]) -> WorkflowRecord:
+def _store(
+    store: Store, one: AdoptableWorkflow, rebuilt: Rebuilt, now: float, notify: Sequence[NotifyTarget]
+) -> WorkflowRecord:
     """Insert a workflow with the pool as configured on this machine, because this machine now connects to the nodes."""
     details = WorkflowAdopted(
         nodes=tuple(sorted({attempt.node for attempt in one.attempts.values()})), user=one.copy.record.user, host=one.copy.host,

@@ -88,7 +88,8 @@ def export_to_kubernetes(
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the pool is not a Kubernetes pool, the file cannot be written, or the spec cannot become manifests.
+        InputError: if the pool is not a Kubernetes pool, the file cannot be written, a task has no image, the files of a task
+            are too large for a ConfigMap, or a TrainJob does not support a setting of the pool.
         NotFound: if the pool or the workflow to export does not exist.
         ProblemsFound: if the spec has errors, or manifests cannot express it.
 
@@ -130,7 +131,8 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the file cannot be written, or if the request does not fit the workflow to export.
+        InputError: if the file cannot be written, or if the request has template variables for a stored workflow or lacks its
+            secrets.
         NotFound: if the workflow to export does not exist.
         ProblemsFound: if the spec has errors. The error contains all findings.
 
@@ -201,7 +203,8 @@ def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> li
             path.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, path)
     except FileExistsError as error:
-        raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
+        what = f"large files of the script cannot be written to `{error.filename}`, which is not a directory"
+        raise InputError(what, hint="choose another path for the script") from None
     except OSError as error:
         hint = "free some space, make its directory writable, or choose another path"
         raise InputError(f"{path} cannot be written: {error.strerror}", hint=hint) from error

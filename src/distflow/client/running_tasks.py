@@ -65,11 +65,12 @@ class RunningTask(Struct, frozen=True, kw_only=True):
     ) -> Session:
         """Start a command on the task's node, in its directory, with its environment and GPUs.
 
-        The command and its child processes are killed when the connection closes or the task ends.
+        The command and its remaining child processes are killed when the command ends, the connection closes or the task ends.
+        In a container of docker or podman, processes that the command leaves behind end only with the task.
 
         Args:
             argv: The command and its arguments.
-            terminal: The size and the type (``TERM``) of a terminal for the command. Default: pipes.
+            terminal: The size and the type (``TERM``) of a terminal for the command. ``None``: pipes instead of a terminal.
             timeout_s: The maximum time for the node to answer, in seconds.
             is_plain: Whether the command runs without the task's container, ``setup`` and secrets.
 
@@ -227,7 +228,7 @@ def run_on_tasks(
 
 
 def describe_no_running_task(record: WorkflowRecord) -> str:
-    """Return the message for an operation that needs a running task of a workflow, which has none."""
+    """Return the error message for a workflow that has no running task."""
     return f"no task of {record.id} is running; the status of the workflow is {record.status}"
 
 
@@ -294,7 +295,7 @@ def forward_ports(
 ) -> None:
     """Forward ports of this machine to the node of a task until the task has ended, or until ``KeyboardInterrupt``.
 
-    A port of the node can also belong to another program than the task. A connection that fails causes a warning through
+    A program other than the task may listen on the port of the node. A connection that fails causes a warning through
     ``client.notify``.
 
     Args:

@@ -504,7 +504,10 @@ def plan_restart(
     configuration, directory = client.configuration(), client.writable_directory()
     previous = find_previous(client, workflow, overrides, may_be_file=False)
     if previous is None:
-        raise InputError(f"`{workflow}` is not the id of a workflow", hint="`distflow workflow list` shows all workflows")
+        raise InputError(
+            f"`{workflow}` is not the id of a workflow",
+            hint="`distflow workflow list` shows the newest ones, and `--count` more",
+        )
     record = previous.record
     if not record.state.is_final:
         hint = f"wait until it has ended, or cancel it: distflow workflow cancel {record.id}"

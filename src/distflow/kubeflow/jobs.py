@@ -94,7 +94,10 @@ def events_of(record: WorkflowRecord, events: Iterable[StoredEvent]) -> list[Eve
 
 
 def failure_text(record: WorkflowRecord, last_lines: Mapping[str, str]) -> str:
-    """Return the message for a failed job: the first cause with its traceback or last lines, and the status of each node."""
+    """Return the message for a failed job: the first cause with its traceback or last lines, and the status of each node.
+
+    ``last_lines`` has the last line of output of tasks. It is shown for tasks other than the first cause.
+    """
     name = record.labels[JOB_LABEL]
     cause = record.first_cause
     lines = [f"TrainJob {name} is Failed: {record.end_text or record.status}"]

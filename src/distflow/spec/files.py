@@ -40,7 +40,7 @@ from distflow.runtime.files.root_directory import is_marked
 from distflow.runtime.files.safe_files import publish
 from distflow.spec.compression import ParallelGzip
 from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
-from distflow.spec.unchanged import Stored
+from distflow.spec.unchanged import PathRecord
 from distflow.structs import replace
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def _sizes(blobs: Path) -> frozenset[int]:
 def _store_file(path: Path, blobs: Path, kept: Container[int], packing: _Packing) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
-        seen = Stored(blobs, str(path), [("", status)]) if status.st_size > _TEXT_LIMIT else None
+        seen = PathRecord(blobs, str(path), [("", status)]) if status.st_size > _TEXT_LIMIT else None
         if seen is not None and (known := seen.find()) is not None:
             return Bundle(digest=known[0], size=known[1], mode=_mode(source.read(2), status.st_mode))
         packing.begin(status.st_size)
@@ -415,7 +415,7 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
     for name, info in entries:
         if stat.S_ISLNK(info.st_mode):
             _check_link(root, name)
-    seen = Stored(blobs, "\0".join((str(root), *exclude)), entries)
+    seen = PathRecord(blobs, "\0".join((str(root), *exclude)), entries)
     if (known := seen.find()) is not None:
         return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
     packing.begin(sum(info.st_size for _, info in entries if stat.S_ISREG(info.st_mode)))

@@ -20,7 +20,7 @@ from distflow.runtime.clock import now
 from distflow.runtime.files.safe_files import publish
 from distflow.runtime.untrusted import decode_object
 
-__all__ = ["Stored"]
+__all__ = ["PathRecord"]
 
 _FORMAT = 2
 """Increase it if distflow creates a different archive from the same files."""
@@ -28,7 +28,7 @@ _SETTLED_S = 2.0
 """Some file systems store times only in steps of two seconds."""
 
 
-class Stored:
+class PathRecord:
     """The record of one path of this machine."""
 
     def __init__(self, blobs: Path, path: str, entries: Iterable[tuple[str, os.stat_result]]) -> None:

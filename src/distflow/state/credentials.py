@@ -95,7 +95,7 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
     known = (*_REQUIRED[kind], *_OPTIONAL[kind])
     unknown = [key for key in payload if key not in known]
     if unknown:
-        raise InputError(f"a {kind.value} credential has no key `{unknown[0]}`", hint=f"keys: {', '.join(known)}")
+        raise InputError(f"`{unknown[0]}` is not a key of a {kind.value} credential", hint=f"keys: {', '.join(known)}")
     missing = [key for key in _REQUIRED[kind] if key not in payload]
     if missing:
         raise InputError(f"a {kind.value} credential needs {listed(missing)}", hint=f"keys: {', '.join(known)}")

@@ -306,7 +306,8 @@ class Datasets:
             def keep(piece: bytes) -> None:
                 content.extend(piece)
                 if len(content) > _MANIFEST_BYTES:
-                    raise StorageError(f"{url} is too large for a manifest (limit: {_MANIFEST_BYTES >> 20} MiB)")
+                    limit = f"{_MANIFEST_BYTES >> 20} MiB"
+                    raise StorageError(f"{url} is too large for a manifest (limit: {limit}); upload the files as a new version")
 
             self._store.read(self._store.stat(url.key), 0, keep)
             return bytes(content)

@@ -2,10 +2,11 @@
 
 Like the services of ``runtime``, it runs with the node's Python, but from a separate archive
 (``backends.machines.connection.bootstrap``). If that Python is too old or lacks the driver, the service reports this, and the
-supervisor relays the data. Of this module, only the imports at the top must work with an old Python.
+supervisor relays the data. An old Python (3.8 or 3.9) must be able to parse this file and to run ``serve``, ``_Reporter`` and
+the version check. Modules that need a newer Python are therefore imported in functions, after that check.
 
 Standard input: one line with the request, whose credentials stay in memory. Standard output: a line ``{"done": n, "total": m}``
-every second, and finally ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
+every second, and finally ``{"files", "size", "label"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
 The service ends with its connection, and when it receives nothing for 30 s. See docs/agent-protocol.md.
 """
 
@@ -98,7 +99,7 @@ def _move(root: str, request: dict[str, Any], identity: Identity, reporter: _Rep
     missing = _missing_package("fsspec", package_of(url, identity.credentials))
     if missing:
         return {"relay": f"{sys.executable} has no {missing} (for direct transfers: {sys.executable} -m pip install {missing})"}
-    os.environ.update(request["environment"])  # proxies, such as HTTPS_PROXY
+    os.environ.update(request["environment"])  # that of the pool and the node, for example HTTPS_PROXY
     _use_identity(identity)
     store, retries = open_objects(url, identity.credentials), Retries(pauses_s=request["pauses_s"])
     if is_input:
@@ -106,11 +107,11 @@ def _move(root: str, request: dict[str, Any], identity: Identity, reporter: _Rep
 
         requested = InputRequest(**request["input"])
         moved = fetch_input(store, requested, Path(path), retries=retries, on_progress=reporter.progress)
-        return {"files": moved.files, "size": moved.size, "words": requested.label}
+        return {"files": moved.files, "size": moved.size, "label": requested.label}
     from distflow.storage.task_data import Delivery, deliver  # noqa: PLC0415
 
     done = deliver(store, Delivery(**request["delivery"]), Path(path), retries=retries, on_progress=reporter.progress)
-    return {"files": done.files, "size": done.size, "words": done.words}
+    return {"files": done.files, "size": done.size, "label": done.label}
 
 
 def _input_path(root: str, request: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ class Delivery:
 class Delivered:
     """The result of a delivery."""
 
-    words: str
+    label: str
     """The destination in a printable form; a dataset with its version."""
     files: int
     size: int
@@ -171,7 +171,7 @@ def deliver(
     if not delivery.dataset:
         files = find_sources([top], delivery.regex, contents=True, only_files=True)
         result = upload(store, url, files, retries=retries, on_progress=on_progress)
-        return Delivered(words=str(url), files=result.files, size=result.size)
+        return Delivered(label=str(url), files=result.files, size=result.size)
     for path in delivery.paths:
         if not (top / path).exists():
             raise StorageError(f"dataset {delivery.dataset}: the output has no `{path}`")
@@ -180,7 +180,7 @@ def deliver(
     tops = [top] if is_whole else [top / path for path in delivery.paths]
     files = find_sources(tops, delivery.regex, contents=is_whole, only_files=True)
     if not files:
-        return Delivered(words=f"dataset {delivery.dataset}", files=0, size=0)
+        return Delivered(label=f"dataset {delivery.dataset}", files=0, size=0)
     name, _ = parse_dataset(delivery.dataset)
     datasets = Datasets(store, url, retries)
     if delivery.is_update:
@@ -189,7 +189,7 @@ def deliver(
         )  # fmt: skip
     else:
         made = datasets.add(name, files, upload_id=delivery.upload_id, at=delivery.at, on_progress=on_progress)
-    return Delivered(words=f"dataset {name}:{made.number}", files=len(made.files), size=made.size)
+    return Delivered(label=f"dataset {name}:{made.number}", files=len(made.files), size=made.size)
 
 
 # -- archives ---------------------------------------------------------------------------------------------------------

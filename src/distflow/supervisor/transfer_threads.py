@@ -150,7 +150,7 @@ class ThreadedTransfers:
                 return self._fetch(command, transfer, store, retries, reporter)
             with unpacked(self._blobs / transfer.digest, self._scratch_of(command)) as top:
                 done = deliver(store, self._delivery(command, transfer), top, retries=retries, on_progress=reporter)
-            return reporter.outcome(files=done.files, content=done.size, url=done.words)
+            return reporter.outcome(files=done.files, content=done.size, url=done.label)
         finally:
             store.close()
 
@@ -206,7 +206,7 @@ class ThreadedTransfers:
             done = backend.deliver(source, self._delivery(command, transfer), identity, halt, reporter)
         except RelayRequired as why:
             return reporter.outcome(relayed=str(why))
-        return reporter.outcome(files=done.files, content=done.size, url=done.words)
+        return reporter.outcome(files=done.files, content=done.size, url=done.label)
 
     def _delivery(self, command: TransferData, transfer: Transfer) -> Delivery:
         from distflow.storage.task_data import Delivery  # noqa: PLC0415

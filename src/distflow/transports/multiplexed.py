@@ -204,8 +204,10 @@ class MultiplexedChannel:
         """Handle a message. The lock is held. Raises ``ValueError`` or ``struct.error`` if the message is invalid."""
         if kind == hub.OUTPUT:
             self._allowed -= len(content)
-            if self._output_ended or self._allowed < 0:
-                raise ValueError("more output than the window allows")
+            if self._output_ended:
+                raise ValueError("output after the end of the output")
+            if self._allowed < 0:
+                raise ValueError("more output than this side requested")
             self._output += content
             self._output_ended = not content
             self._allow(len(content) if self._collects else 0)

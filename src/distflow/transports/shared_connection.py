@@ -35,9 +35,10 @@ C = TypeVar("C", bound=Connection)
 class SharedConnection(Generic[C]):
     """The current connection to a node, shared by threads.
 
-    1. The first ``get`` connects. After a broken connection, the next one connects again.
+    1. The first ``get`` connects. After the connection breaks, the next ``get`` connects again.
     2. Threads that need the connection at the same time share one connection attempt and its outcome.
-    3. After ``close``, every ``get`` raises ``NodeUnreachable``, also a ``get`` that waits for a connection attempt.
+    3. After ``close``, every new ``get`` raises ``NodeUnreachable``. A ``get`` that waits for an attempt raises that or the
+       error of the attempt.
     """
 
     def __init__(self, node: str, make: Callable[[], C]) -> None:
@@ -53,7 +54,7 @@ class SharedConnection(Generic[C]):
     def current(self) -> C | None:
         """The last opened connection, which may be broken.
 
-        ``None`` before the first one, after ``drop`` and ``close``, and while connecting.
+        ``None`` before the first one, after ``drop``, ``close`` or a failed attempt, and while connecting.
         """
         return self._connection
 
@@ -81,7 +82,7 @@ class SharedConnection(Generic[C]):
             raise NodeUnreachable(self._node, f"no connection within {seconds:g} s") from None
 
     def drop(self) -> None:
-        """Close the connection and end an attempt to connect. The next ``get`` connects again."""
+        """Close the connection and end an attempt to connect, which then fails. The next ``get`` connects again."""
         self._drop(is_closed=False)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class SharedConnection(Generic[C]):
         with self._lock:
             self._is_closed = self._is_closed or is_closed
             links = [self._connection, self._attempt[0] if self._attempt is not None else None]
-            self._connection = None
+            self._connection = self._attempt = None
         for connection in links:
             if connection is not None:
                 connection.close()
@@ -104,9 +105,10 @@ class SharedConnection(Generic[C]):
         except BaseException as failure:  # noqa: BLE001  raised again in the waiting threads
             error = failure
         with self._lock:
-            self._attempt = None
-            if error is None and self._is_closed:
-                error = NodeUnreachable(self._node, "the transport was closed while it connected")
+            if self._attempt is not None and self._attempt[0] is connection:
+                self._attempt = None
+            elif error is None:
+                error = NodeUnreachable(self._node, "the connection was closed while it was made")
             if error is None:
                 self._connection = connection
         if error is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.client.adoption import FoundWorkflow, _adopt
+from distflow.client.adoption import AdoptableWorkflow, _adopt
 from distflow.client.client import Client
 from distflow.client.notifications.targets import set_profile_notify
 from distflow.lifecycle.states import WorkflowState
@@ -16,13 +16,13 @@ from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy
 from unit.state.stored import plan_of, running_group, submit, supervised, workflow
 
 
-def found(record: WorkflowRecord) -> FoundWorkflow:
+def found(record: WorkflowRecord) -> AdoptableWorkflow:
     attempts = {
         f"{record.uuid}/training/{name}/0": AdoptedAttempt(node=f"{name}-node", phase="running")
         for name in ("master", "worker")
     }
     copy = WorkflowCopy(record=record, plan=plan_of(record), template="", spec="", host="theirs")
-    return FoundWorkflow(
+    return AdoptableWorkflow(
         uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), copy=copy, is_own=True, attempts=attempts
     )
 

@@ -101,7 +101,11 @@ def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
         (CredentialType.GENERIC, {"key": "hidden-value\0"}, "NUL"),
         (CredentialType.GENERIC, {"key": "hidden-value" * 6000}, "longer than 64 KiB"),
         (CredentialType.REGISTRY, {"username": "hidden-value"}, "needs `auth`"),
-        (CredentialType.REGISTRY, {"auth": "hidden-value", "password": "x"}, "has no key `password`"),
+        (
+            CredentialType.REGISTRY,
+            {"auth": "hidden-value", "password": "x"},
+            "`password` is not a key of a REGISTRY credential",
+        ),
         (CredentialType.DATA, {"endpoint": "s3://b"}, "needs `access_key_id` and `access_key`"),
         (CredentialType.DATA, DATA | {"endpoint": "s3://b/path"}, "is not the beginning"),
         (CredentialType.DATA, DATA | {"endpoint": "file:///hidden-value"}, "is not the beginning"),

@@ -262,7 +262,7 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
 
 
 def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
-    uuid, memo = _text(one["uuid"]), one["memo"]
+    uuid, memo = _text(one, "uuid"), one["memo"]
     if not isinstance(memo, str):
         raise TypeError("`memo` is not a string")
     attempts = tuple(_attempt(attempt, uuid, clock) for attempt in one["attempts"])
@@ -270,20 +270,21 @@ def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
 
 
 def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAttempt:
-    name, pid, started_at = _text(one["attempt"]), one["pid"], one["started_at"]
+    name, pid, started_at = _text(one, "attempt"), one["pid"], one["started_at"]
     if _ATTEMPT.fullmatch(name) is None or not name.startswith(f"{uuid}/"):
         raise ValueError(f"{name!r} is not an attempt of {uuid}")
     if pid is not None and (type(pid) is not int or pid < 1):
         raise ValueError(f"the process id of {name} is not a positive integer")
     if started_at is not None and type(started_at) not in (int, float):
         raise ValueError(f"the start of {name} is not a time")
-    phase, directory = _text(one["phase"]), _text(one["directory"])
+    phase, directory = _text(one, "phase"), _text(one, "directory")
     return FoundAttempt(name=name, phase=phase, pid=pid, started_at=_local_time(started_at, clock), directory=directory)
 
 
-def _text(value: object) -> str:
+def _text(one: Mapping[str, Any], field: str) -> str:
+    value = one[field]
     if not isinstance(value, str) or len(value) > _LONGEST or _CONTROL.search(value):
-        raise ValueError("a name is not a string, is too long, or contains control characters")
+        raise ValueError(f"`{field}` is not a string of at most {_LONGEST} characters without control characters")
     return value
 
 

@@ -67,7 +67,8 @@ def write_junit(record: WorkflowRecord, path: Path) -> None:
     try:
         path.write_text(junit_text(record), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--junit: `{path}` cannot be written: {error.strerror}") from error
+        hint = "the workflow has ended; free some space, or make the path writable"
+        raise InputError(f"--junit: `{path}` cannot be written: {error.strerror}", hint=hint) from error
 
 
 def _add_case(suite: Element, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> None:

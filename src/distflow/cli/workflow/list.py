@@ -42,10 +42,15 @@ app = command_app()
 def list_command(
     count: CountOption = 20,
     offset: OffsetOption = 0,
-    name: Annotated[str | None, typer.Option("--name", "-n", help="Only with this text in the id.")] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="Only workflows whose id contains this text.")] = None,
     status: Annotated[
         list[str] | None,
-        typer.Option("--status", "-s", help="Only with this status; may be repeated.", autocompletion=complete_workflow_status),
+        typer.Option(
+            "--status",
+            "-s",
+            help="Only with one of these statuses: `-s RUNNING PENDING`, or repeat the option.",
+            autocompletion=complete_workflow_status,
+        ),
     ] = None,
     user: UsersOption = None,
     all_users: AllUsersOption = False,
@@ -71,9 +76,9 @@ def list_command(
     order: OrderOption = Order.ASC,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List workflows, the newest last.
+    """List the newest workflows that match all filters, at most `--count`. By default, the newest is last.
 
-    A workflow is listed if it matches all filters. It must match each `--label`, and none of the labels of `--no-label`. If
+    A workflow must match each `--label`, and none of the labels of `--no-label`. If
     another filter has several values, one of them must match.
     """
     after, before = days(submitted_after, submitted_before, "submitted")

@@ -124,7 +124,8 @@ def dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format)
             for path in write_scripts(planned, scripts):
                 print(f"wrote {path}", file=sys.stderr)
         except OSError as error:
-            raise InputError(f"--scripts: cannot write {error.filename or scripts}: {error.strerror}") from error
+            message = f"--scripts: `{error.filename or scripts}` cannot be written: {error.strerror}"
+            raise InputError(message, hint="choose a directory that you can write to") from error
     print_plan(planned, format_type)
 
 
@@ -161,7 +162,7 @@ def check_nodes(planned: PlannedWorkflow, hostfile: str | None) -> None:
 
 def start(
     client: Client,
-    start: Callable[..., WorkflowRecord],
+    submit_or_restart: Callable[..., WorkflowRecord],
     planned: PlannedWorkflow | PlannedRestart,
     wait: bool,
     format_type: Format,
@@ -170,7 +171,7 @@ def start(
     is_quiet = wait and format_type is Format.JSON
     with _FetchLine(sys.stderr) as line:
         on_stored = None if is_quiet else lambda stored: print_submitted(stored, format_type)
-        return start(client, planned, on_stored=on_stored, on_fetch=line.show)
+        return submit_or_restart(client, planned, on_stored=on_stored, on_fetch=line.show)
 
 
 class _FetchLine:

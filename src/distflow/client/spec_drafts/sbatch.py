@@ -110,7 +110,10 @@ class _Script(Struct):
     is_exported: bool = False
     """Whether distflow wrote it."""
     shell_line: str = ""
-    """While the commands of a ``bash -c`` are read: its line, such as ``line 7``. Otherwise empty."""
+    """While the commands of a ``bash -c`` or of a script from a here-document are read: its line, such as ``line 7``.
+
+    Otherwise empty.
+    """
     notes: list[str] = field(default_factory=list)
 
 
@@ -123,8 +126,8 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
         must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the script does not start a training, if an ``#SBATCH`` line cannot be read, if the project would contain
-            the home directory, or if ``must_exist`` is set and the Python script does not exist.
+        InputError: if the script contains no training command, if an ``#SBATCH`` line cannot be read, if the project would
+            contain the home directory, or if ``must_exist`` is set and the Python script does not exist.
 
     """
     script = _Script(text, is_exported=_EXPORTED in text)
@@ -144,7 +147,7 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
     if framework is not None:
         remedy = f"write `framework: {framework}` into the group, and only the script with its arguments into `command`"
         script.notes.append(f"{remedy}: distflow then starts it with the right ranks")
-    return _with_numbers(replace(draft, setup="; ".join(script.setup)), script)
+    return _with_options(replace(draft, setup="; ".join(script.setup)), script)
 
 
 def _read_options(script: _Script) -> dict[str, str]:
@@ -175,7 +178,7 @@ def _notes_of(name: str, value: str) -> Iterator[str]:
     if name not in _TRANSLATED:
         yield f"{shown}: {_ADVICE.get(name, 'distflow has no such option')}"
     elif name == "nodes" and "-" in value:
-        yield f"{shown}: to run with fewer nodes if there is no room, use a spec with `elastic` in the group"
+        yield f"{shown}: the spec uses the minimum; for a range, raise `replicas` and add `elastic: {{min: …}}` to the group"
     elif name == "gres":
         others = [entry for entry in value.split(",") if entry.split(":")[0] not in ("gpu", "none")]
         if others:
@@ -187,8 +190,8 @@ def _notes_of(name: str, value: str) -> Iterator[str]:
         yield f"{shown}: the type `{kinds[0]}` is not requested: {remedy}"
 
 
-def _with_numbers(draft: Draft, script: _Script) -> Draft:
-    """Return the draft with the resources that the options request."""
+def _with_options(draft: Draft, script: _Script) -> Draft:
+    """Return the draft with everything that the options set: name, nodes, ranks, resources, time limit and notes."""
     options, notes = script.options, [*draft.notes, *script.notes]
     nodes = _nodes(options, draft.nodes or 1)
     per_node = _ranks_per_node(options, nodes)
@@ -371,7 +374,7 @@ def _read_command(script: _Script, command: Command, variables: dict[str, str | 
 
 
 def _reads_program(command: Command) -> bool:
-    """Return whether an interpreter reads its program from standard input (``python - <<END``), which is not a training."""
+    """Return whether an interpreter reads its program from standard input (``python - <<END``), so it starts no training."""
     return len(command.words) > 1 and command.words[1].raw == "-"
 
 
@@ -389,7 +392,8 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
             if name in _TRANSLATED:
                 script.options[name] = value
             elif name not in _SWITCHES and not script.is_exported:
-                script.notes.append(f"`srun --{name}={value}`: {_ADVICE.get(name, 'distflow has no such option')}")
+                shown = f"srun --{name}={value}" if value else f"srun --{name}"
+                script.notes.append(f"{line}: `{shown}`: {_ADVICE.get(name, 'distflow has no such option')}")
     if len(words) > 1 and words[0] in _WRAPPERS and not words[1].startswith("-"):
         words = words[1:]
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL):

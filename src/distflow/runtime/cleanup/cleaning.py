@@ -77,7 +77,7 @@ def _survey_venvs(root: str) -> List[Json]:
 
 
 def _used_venvs(root: str) -> Optional[Set[str]]:
-    """Return the keys of the environments of living attempts; None if one of them, such as a starting attempt, may use any.
+    """Return the keys of the environments of living attempts; None if an attempt, such as a starting one, may use any.
 
     The keys are read from the attempts' files and not computed, because this agent may have another interpreter than the tasks.
     """
@@ -175,7 +175,8 @@ def _remove_all_but_output(directory: str) -> None:
             continue
         path = entry.path
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(_REMOVED):
-            # Rename it first: a new attempt must not take over files from a directory that is being removed (`reusable`).
+            # Rename it first: a new attempt must not take over files from a directory that is being removed
+            # (see `reusable` in `attempt_files`).
             path = os.path.join(directory, "{}{}-{}".format(_REMOVED, os.getpid(), entry.name))
             with contextlib.suppress(FileNotFoundError):  # another agent has moved it
                 os.rename(entry.path, path)
@@ -187,7 +188,7 @@ def _alive(root: str, workflow: str) -> List[str]:
 
 
 def _remove_tree(path: str) -> None:
-    """Remove a file or directory, if it exists. The ``OSError`` names the file that cannot be removed, such as one of root."""
+    """Remove a file or directory, if it exists. The ``OSError`` names the file that cannot be removed."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -246,7 +247,8 @@ def uninstall(root: str, request: Json) -> Json:
         if orphans.may_live(directory)
     ]
     if alive:
-        raise OpError("conflict", "tasks are running here: {}".format(", ".join(alive[:5])))
+        more = " and {} more".format(len(alive) - 5) if len(alive) > 5 else ""
+        raise OpError("conflict", "tasks are running here: {}{}".format(", ".join(alive[:5]), more))
     removed: List[str] = []
     left: List[str] = []
     with _no_builds(root):

@@ -288,7 +288,9 @@ class _Peer:
                 self.send_message({"task": self._gang["task"]})
             return
         mac, _, text = line.partition(b" ")
-        if len(line) > _MAX_LINE or not compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
+        if len(line) > _MAX_LINE:
+            raise ValueError("the line is longer than {} bytes".format(_MAX_LINE))
+        if not compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
             raise ValueError("the peer does not have the token")
         body = decode_object(text, max_bytes=_MAX_LINE, max_depth=_MAX_DEPTH)
         if not self.is_proven:

@@ -114,7 +114,8 @@ def open_lock(directory: int, name: str) -> int:
             except FileNotFoundError:
                 break
         else:
-            raise PermissionError(errno.EACCES, "this user may not open the lock file", name)
+            remedy = "ask its owner to run `chmod 666` on it, or set another `lease_dir`"
+            raise PermissionError(errno.EACCES, "this user may neither read nor write the lock file; " + remedy, name)
         try:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666, dir_fd=directory)
         except FileExistsError:

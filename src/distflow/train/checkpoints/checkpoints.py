@@ -292,7 +292,8 @@ class Checkpoints:
             extra = torch.load(folder / _EXTRA, map_location="cpu", weights_only=True)
             missing = sorted(others.keys() - extra.keys())
             if missing:
-                raise ValueError(f"{folder} has no state of {', '.join(missing)}; it has {', '.join(sorted(extra)) or 'none'}")
+                found, remedy = ", ".join(sorted(extra)) or "none", "load it without these objects, or another checkpoint"
+                raise ValueError(f"{folder} does not contain the state of {', '.join(missing)}, only of {found}: {remedy}")
             for name, other in others.items():
                 other.load_state_dict(extra[name])
             if manifest.world_size == self._size:

@@ -36,17 +36,19 @@ class RankDirectories:
         return sorted(names)[mates.index(self._rank) :: len(mates)]
 
     def copy_files(
-        self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], holders: Collection[int],
+        self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], writers: Collection[int],
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        """Copy files from ``source`` of their owners to ``target`` in the other directories of ``holders``. Collective.
+        """Copy each owner's files from its ``source`` to ``target`` on the ranks ``writers``. All ranks must call this.
+
+        Ranks that see the owner's directory do not write, because they have the files.
 
         ``parts`` maps each owner to the names and sizes (bytes) of its files. If this rank cannot read or write, it raises
         ``OSError`` only after the last broadcast, so that the other ranks do not wait for it.
         """
         failed: OSError | None = None
         for owner, sizes in sorted(parts.items()):
-            writes = self._rank in holders and self.holders[owner] != self._rank
+            writes = self._rank in writers and self.holders[owner] != self._rank
             for name, size in sorted(sizes.items()):
                 for offset in range(0, max(size, 1), _CHUNK):
                     piece = torch.zeros(min(_CHUNK, size - offset), dtype=torch.uint8)

@@ -177,8 +177,9 @@ def make_pipeline(
         )
     elif example is None or not points:
         raise ValueError(
-            "pipeline: torch traces a model that is not an nn.Sequential. Set split_points to the first module of each stage "
-            "except the first stage, and pass the inputs of one micro-batch: parallelize(…, example=(x,))"
+            f"pipeline: {type(model).__name__} is not an nn.Sequential, so torch must trace it, which needs split_points and "
+            "example. Set split_points to the modules at which stages 2, 3, … begin, and pass the inputs of one micro-batch: "
+            "parallelize(…, example=(x,))"
         )
     elif any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("pipeline: a model on the meta device cannot be traced: use an nn.Sequential, or create it on the CPU")

@@ -182,7 +182,9 @@ def _divide_sequence(
 def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) -> None:
     module = modules[name]
     if not isinstance(module, nn.Linear):
-        raise TypeError(f"tensor parallelism: {name} is a {type(module).__name__}; colwise and rowwise need linear layers")
+        kind = type(module).__name__
+        remedy = "remove it from the plan, or name the linear layer in it"
+        raise TypeError(f"tensor parallelism: {name} is a {kind}, but colwise and rowwise need an nn.Linear: {remedy}")
     last = name.rpartition(".")[2]
     # An unknown matrix with three times as many outputs is likely query, key and value in one.
     tripled = module.out_features == 3 * module.in_features and last not in COLWISE

@@ -158,7 +158,8 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
         raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot be run: {error}") from error
     if done.returncode not in (0, 1):
         reason = done.stderr.decode("utf-8", "replace").strip()
-        raise SshConfigError(f"cannot read RevokedHostKeys {file}, so no host is trusted: {reason}")
+        reason = reason or f"ssh-keygen failed with exit code {done.returncode}"
+        raise SshConfigError(f"RevokedHostKeys {file} cannot be read: {reason}; no host is trusted without it")
     return done.returncode == 1
 
 

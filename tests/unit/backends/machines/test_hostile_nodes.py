@@ -254,7 +254,7 @@ def test_an_event_that_cannot_be_handled_ends_the_connection(bugs: list[object])
     st.binary(max_size=200).map(lambda data: data + b"\n")
     | st.sampled_from(RAW)
     | st.dictionaries(
-        st.sampled_from(["at", "hash", "size", "files", "left_out", "packing", "done", "total", "words", "relay", "error"]),
+        st.sampled_from(["at", "hash", "size", "files", "left_out", "packing", "done", "total", "label", "relay", "error"]),
         st.sampled_from(HOSTILE),
     ).map(lambda message: json.dumps(message).encode() + b"\n")
 )

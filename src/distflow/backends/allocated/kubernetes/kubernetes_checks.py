@@ -123,7 +123,7 @@ class _Check:
             full = [
                 f"{plain(name)} {plain(str(used.get(name)))} of {plain(str(most))}"
                 for name, most in hard.items()
-                if _is_used_up(used.get(name), most)
+                if _concerns_distflow(name) and _is_used_up(used.get(name), most)
             ]
             name = plain(str((one.get("metadata") or {}).get("name", "")))
             if full:
@@ -131,10 +131,10 @@ class _Check:
                     "quota",
                     self._at,
                     f"quota `{name}` is used up: {', '.join(full)}",
-                    "workflows may wait until other objects release it",
+                    "workflows that need this wait until other objects release it",
                 )
             else:
-                yield note("quota", self._at, f"quota `{name}` allows more pods", "")
+                yield note("quota", self._at, f"no resource of quota `{name}` is used up", "")
 
     def gpus(self, platform: str) -> Iterator[Finding]:
         """Check that nodes of a platform exist and have its GPUs, if the nodes may be listed."""
@@ -185,7 +185,7 @@ class _Check:
         except RequestRefused as refused:
             yield error("pod", self._at, refused.message, refused.hint)
         except ApiError as refused:
-            hint = "change `kubernetes` of the pool"
+            hint = "change the `kubernetes` settings of the pool"
             if "PodSecurity" in refused.message:
                 hint = "add a `securityContext` to the pod template"
             elif refused.status == 404 and self.settings.scheduler == "volcano":
@@ -251,6 +251,15 @@ class _Check:
 def _message(pod: Pod) -> str:
     text = str((pod.container("terminated") or {}).get("message", ""))
     return text if re.fullmatch(r"[0-9a-z.+]{1,30}", text) else ""
+
+
+def _concerns_distflow(key: str) -> bool:
+    """Return whether a key of a quota limits pods or ConfigMaps, and not objects that distflow does not create.
+
+    Source: https://kubernetes.io/docs/concepts/policy/resource-quotas/
+    """
+    is_resource = key.startswith(("requests.", "limits.")) and "storageclass" not in key and key != "requests.storage"
+    return is_resource or key.rpartition("/")[2] in ("pods", "configmaps", "cpu", "memory", "ephemeral-storage")
 
 
 def _is_used_up(used: object, hard: object) -> bool:

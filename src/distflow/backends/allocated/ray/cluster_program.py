@@ -81,7 +81,8 @@ class NodeActor:
             env=_environment(self._address, has_gpus),
         )  # fmt: skip
         if not self._resident.stdout or not self._resident.stdout.readline():  # its first line reports that it accepts requests
-            raise RuntimeError("distflow's resident program has ended")
+            text = "distflow's program on the node ended with exit code {} before it was ready; see the logs of Ray's worker"
+            raise RuntimeError(text.format(self._resident.wait()))
         self._server = socket.create_server(
             (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET, backlog=128
         )
@@ -190,7 +191,7 @@ def _line(connection: socket.socket) -> bytes:
         data += connection.recv(len(peeked) if end < 0 else end + 1)
         if end >= 0:
             return data[:-1]
-    raise ValueError("the line does not end")
+    raise ValueError(f"the connection ended before a newline, or the line has more than {_LONGEST_LINE} bytes")
 
 
 class Cluster:

@@ -44,7 +44,8 @@ def choose_address(
     1. ``configured``
     2. ``reached``: the address to which the transport connected, unless that is a forwarded port on this machine
     3. an address of the host's name (``named``) that the node owns
-    4. the address at which sshd accepted the connection, or that of an allocated node (``facts.ssh_server``)
+    4. ``facts.ssh_server``: the address at which the node's sshd accepted the connection, or without SSH the address that the
+       allocation reported
     5. the node's only IPv4 address that is not a loopback address
     6. ``host``
 

@@ -198,7 +198,7 @@ def deliver_from_node(
     """
     request = {"attempt": attempt, "delivery": asdict(delivery)}
     reply = _request_transfer(transport, root, python, request, identity, environment, timeout_s, progress)
-    return Delivered(words=str(reply["words"]), files=int(reply["files"]), size=int(reply["size"]))
+    return Delivered(label=str(reply["label"]), files=int(reply["files"]), size=int(reply["size"]))
 
 
 def fetch_on_node(

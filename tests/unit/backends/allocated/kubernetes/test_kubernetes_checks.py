@@ -71,12 +71,19 @@ def _messages(api: KubernetesApi) -> list[str]:
 
 @pytest.mark.parametrize(
     ("used", "message"),
-    [("2000m", "quota `cpus` is used up: cpu 2000m of 2"), ("1999m", "quota `cpus` allows more pods")],
+    [("2000m", "quota `cpus` is used up: cpu 2000m of 2"), ("1999m", "no resource of quota `cpus` is used up")],
 )
 def test_the_quantities_of_a_quota_may_have_different_units(used: str, message: str) -> None:
     pytest.importorskip("kubernetes")
     quota = {"metadata": {"name": "cpus"}, "status": {"hard": {"cpu": "2"}, "used": {"cpu": used}}}
     assert message in _messages(_Api(resourcequotas=quota))
+
+
+def test_a_quota_for_other_objects_than_pods_delays_no_workflow() -> None:
+    pytest.importorskip("kubernetes")
+    counts = {"services.loadbalancers": "0", "requests.storage": "0"}
+    quota = {"metadata": {"name": "objects"}, "status": {"hard": counts, "used": counts}}
+    assert "no resource of quota `objects` is used up" in _messages(_Api(resourcequotas=quota))
 
 
 @pytest.mark.parametrize(("written", "shown"), [("3.12.1", "3.12.1"), ("not a version", "of unknown version")])
