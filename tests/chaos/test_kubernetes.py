@@ -85,12 +85,16 @@ class KubernetesTrouble:
             case "evict":
                 self._evict(self._pod(allocation))
             case "resident":
-                os.kill(wait_until(lambda: _residents(allocation), 60, "the resident program runs")[-1], signal.SIGKILL)
+                # An allocation that ended meanwhile has been replaced by another one.
+                os.kill(wait_until(self._current_residents, 120, "the resident program runs")[-1], signal.SIGKILL)
             case _:
                 raise ValueError(fault)
 
     def repair(self) -> None:
         """Do nothing: no fault lasts."""
+
+    def _current_residents(self) -> list[int]:
+        return [pid for allocation in self.allocations() for pid in _residents(allocation)]
 
     def _kubectl(self, *words: str, stdin: str = "") -> str:
         with self._api:

@@ -208,7 +208,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished one is gone"
     assert report["replaced"] == 6, "neither the old one nor the new one was lost"
     no_state, other_model, no_directory, none, keep, negative, unreadable = report["errors"]
-    assert "does not contain the state of loader, only of none" in no_state
+    assert "does not contain the state of loader, nor of other objects" in no_state
     assert "cannot be loaded into this model and optimizer" in other_model
     assert "rank 0: " in no_directory
     assert "set DISTFLOW_CHECKPOINT" in none
@@ -326,13 +326,11 @@ def test_ranks_save_together_and_fail_together(start_with_torch: Start, tmp_path
         worker = records["worker", rank]
         assert worker["names"] == "['0.bias', '0.weight', '2.bias', '2.weight']"
         assert (worker["equal"], worker["falls"]) == ("[False, True]", True)
-        assert records["refused", rank]["error"].endswith(
-            "this model: unknown or missing names are 0.bias, 2.bias, 2.weight, 9.bias"
-        )
+        assert records["refused", rank]["error"].endswith("this model: missing: 0.bias, 2.bias, 2.weight; unknown: 9.bias")
         piped = records["piped", rank]
         assert piped["names"] == worker["names"]
         assert (piped["equal"], piped["falls"]) == ("[False, True, True]", True)
-        assert piped["error"].endswith("this model: unknown or missing names are 0.bias, 2.bias, 2.weight, 9.bias")
+        assert piped["error"].endswith("this model: missing: 0.bias, 2.bias, 2.weight; unknown: 9.bias")
         assert records["bad", rank]["error"] == "rank 0: OSError: no room"
         for lost in (0, 1):
             apart = records[f"apart without {lost}", rank]

@@ -318,7 +318,10 @@ def resources_document(rows: Sequence[NodeUsage], held: Sequence[Holders], ids: 
 profile_app = command_app(no_args_is_help=True)
 
 _KEYS = ("pool", "notify")
-_OSMO_NOTIFICATIONS = "name the credential that has the webhook or the address: distflow profile set notify NAME"
+_OSMO_NOTIFICATIONS = (
+    "the setting is `notify`. Name the credential that has the webhook or the address: distflow profile set notify NAME. "
+    "To remove it: distflow profile unset notify"
+)
 _KeyArgument = Annotated[
     str, typer.Argument(metavar="KEY", help="The setting: pool or notify.", autocompletion=lambda: list(_KEYS))
 ]

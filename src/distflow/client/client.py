@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.errors import InputError
+from distflow.errors import InputError, SupervisorError
 from distflow.state.directory import StateDirectory, find_state_directory
 from distflow.structs import replace
 
@@ -237,8 +237,8 @@ class Client:
                         f"warning: supervisors end again and again ({_MANY_SUPERVISORS} were started); running tasks continue,"
                         f" but nothing else happens. See the last error in {self.directory.supervisor_log}"
                     )
-        except OSError as error:
-            self.notify(f"warning: the supervisor could not be started: {error}")
+        except SupervisorError as error:
+            self.notify(f"warning: {error.message}")
 
     def _send_notices(self) -> None:
         from distflow.supervisor.process import detach
@@ -259,8 +259,8 @@ class Client:
         checks a spec, which saves time. If ``ensure_supervisor`` is never called, the process ends when the client is closed.
 
         Raises:
-            OSError: if the process cannot be started.
             StateError: if the state directory is not writable.
+            SupervisorError: if the process cannot be started.
 
         """
         from distflow.supervisor.process import preload_supervisor
@@ -292,7 +292,7 @@ class Client:
     def ensure_supervisor(self) -> None:
         """Wait until a supervisor is running and has been notified of new work.
 
-        Raises ``SupervisorError`` if it does not start, and ``OSError`` if no process can be started.
+        Raises ``SupervisorError`` if it does not start.
         """
         from distflow.supervisor.process import ensure_supervisor
 

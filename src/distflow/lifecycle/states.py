@@ -1,8 +1,8 @@
 """Tables of states, reasons, allowed transitions and the statuses that people see. Also dependencies between groups.
 
 The few states are the phases of a run, and the many reasons explain its end. A *status* combines both into one word, such as
-``FAILED_UPSTREAM``. OSMO has these words, except ``STOPPING``. A test checks that each table has an entry for every member of
-its enum.
+``FAILED_UPSTREAM``. NVIDIA OSMO has the same, except ``STOPPING``. A test checks that each table has an entry for every member
+of its enum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "WorkflowState",
     "broken_upstream",
     "is_legal",
-    "listed",
+    "joined_names",
     "roll_up_workflow",
     "status_of",
     "still_awaited",
@@ -201,7 +201,7 @@ def workflow_status_of(state: WorkflowState, reason: Reason | None) -> str:
     return str(state.value)
 
 
-_ORDER = (Reason.INTERNAL, Reason.EXEC_TIMEOUT, Reason.QUEUE_TIMEOUT)
+_SHOWN_FIRST = (Reason.INTERNAL, Reason.EXEC_TIMEOUT, Reason.QUEUE_TIMEOUT)
 """The reasons that a workflow shows first if its groups failed for different reasons."""
 
 
@@ -209,8 +209,8 @@ def roll_up_workflow(groups: Sequence[tuple[State, Reason | None]]) -> tuple[Wor
     """Return the state and reason of a workflow from those of its groups.
 
     A workflow with unfinished groups is pending or running. Otherwise it is canceled if a group was canceled, and completed if
-    no group failed. The reason of a failed workflow is the first in ``_ORDER`` that a group has, as in OSMO; else the only
-    reason other than ``UPSTREAM``; else ``None``.
+    no group failed. The reason of a failed workflow is the first in ``_SHOWN_FIRST`` that a group has, as in OSMO; else the
+    only reason other than ``UPSTREAM``; else ``None``.
     """
     states = [state for state, _ in groups]
     if not all(state.is_final for state in states):
@@ -221,7 +221,7 @@ def roll_up_workflow(groups: Sequence[tuple[State, Reason | None]]) -> tuple[Wor
     reasons = [reason for state, reason in groups if state is State.FAILED]
     if not reasons:
         return WorkflowState.COMPLETED, None
-    for reason in _ORDER:
+    for reason in _SHOWN_FIRST:
         if reason in reasons:
             return WorkflowState.FAILED, reason
     own = {reason for reason in reasons if reason is not Reason.UPSTREAM}
@@ -240,9 +240,9 @@ def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str
 
 def waits_for(names: Sequence[str]) -> str:
     """Return text such as ``waits for crop, label and prepare``."""
-    return f"waits for {listed(names)}"
+    return f"waits for {joined_names(names)}"
 
 
-def listed(names: Sequence[str]) -> str:
+def joined_names(names: Sequence[str]) -> str:
     """Return names as text such as ``crop, label and prepare``."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -130,9 +130,8 @@ class _Group(Struct, frozen=True):
         used = {file.blob for launch in launches for file in launch.files if file.blob is not None}
         size = len(script) + sum(len(contents[digest]) for digest in used)
         if size > _LARGEST:
-            message = (
-                f"the script and files of group {self.group.name} have {size:,} bytes; a ConfigMap gets at most {_LARGEST:,}"
-            )
+            limit = f"but distflow puts at most {_LARGEST:,} into a ConfigMap"
+            message = f"the script and files of group `{self.group.name}` have {size:,} bytes, {limit}"
             raise InputError(message, hint="put files into the container image of the tasks")
         binary = {files[digest]: base64.b64encode(contents[digest]).decode() for digest in sorted(used)}
         settings: dict[str, Any] = {

@@ -329,7 +329,9 @@ def _undefined(file: str, error: UndefinedError, template: str, variables: Mappi
     line = _line_of(error.__traceback__)
     if match is None:
         yield Problem(
-            where=Mark(file, line), message=f"the template fails: {_sentence(error.message or 'something is undefined')}"
+            where=Mark(file, line),
+            message=f"the template fails: {_sentence(error.message or 'something is undefined')}",
+            hint="correct the name, or give a default: `{{ name | default(…) }}`",
         )
         return
     tree = _parsed(template)

@@ -23,6 +23,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from distflow import __version__
+from distflow.documents.text import one_line
 from distflow.errors import SupervisorError
 from distflow.state.directory import StateDirectory, is_locked, lock_at_once
 from distflow.state.store import STORE_FORMAT
@@ -188,7 +189,7 @@ class PreloadedSupervisor(Struct, frozen=True):
 def preload_supervisor(directory: StateDirectory) -> PreloadedSupervisor | None:
     """Start a supervisor that loads its modules while the caller prepares the work. Return ``None`` if one is running.
 
-    Pass the result to ``ensure_supervisor``.
+    Pass the result to ``ensure_supervisor``. Raises ``SupervisorError`` if no process can be started.
     """
     return None if is_running(directory) else _launch(directory, preload=True)
 
@@ -196,8 +197,8 @@ def preload_supervisor(directory: StateDirectory) -> PreloadedSupervisor | None:
 def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded: PreloadedSupervisor | None = None) -> None:
     """Wake the supervisor, or start one. With ``wait``, return when it is running.
 
-    With ``wait``, raises ``SupervisorError`` if the supervisor does not start; the reason is in its log. Raises ``OSError`` if
-    no process can be started.
+    Raises ``SupervisorError`` if no process can be started, and with ``wait`` also if the supervisor does not get ready. The
+    reason is then in its log.
     """
     if preloaded is None:
         if is_running(directory):
@@ -231,9 +232,10 @@ def _launch(directory: StateDirectory, *, preload: bool = False) -> PreloadedSup
                 cwd="/",
                 bufsize=0,
             )
-    except OSError:
+    except OSError as error:
         os.close(ready)
-        raise
+        hint = f"check free disk space, the limit of processes (`ulimit -u`) and the permissions of {directory.supervisor_log}"
+        raise SupervisorError(f"the supervisor cannot be started: {one_line(error)}", hint=hint) from error
     finally:
         os.close(report)
     return PreloadedSupervisor(process, ready)

@@ -18,7 +18,7 @@ from msgspec import Struct
 from distflow.backends.base import AttemptKey, AttemptObservation, Collected, InputNotFetched, LeaseObservation, VenvObservation
 from distflow.documents.quantities import seconds_text
 from distflow.documents.urls import parse_url
-from distflow.lifecycle.states import Reason, State, listed
+from distflow.lifecycle.states import Reason, State, joined_names
 from distflow.plan.model import BoundLaunch, Download, GroupPlan, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import DataSpec, InputSpec
@@ -462,4 +462,4 @@ def _unavailable(task: TaskRecord, view: NodeView | None, lost_after_s: float, n
 
 def _collecting_message(missing: Sequence[TaskRecord], passed_on: Container[str]) -> str:
     why = "for waiting groups" if any(task.name in passed_on for task in missing) else "to write it to its URL"
-    return f"all tasks have ended; copying the output of {listed([task.name for task in missing])} to this machine {why}"
+    return f"all tasks have ended; copying the output of {joined_names([task.name for task in missing])} to this machine {why}"

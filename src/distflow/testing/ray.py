@@ -253,7 +253,9 @@ class RayCluster:
     def _is_up(self, node: str) -> bool:
         daemon = self._daemons[node]
         if daemon.poll() is not None:
-            raise RuntimeError(f"{node} ended: {(self.folder / f'{node}.log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"Ray on node {node} ended; its log ends with: {(self.folder / f'{node}.log').read_text()[-2000:]}"
+            )
         try:
             with socket.create_connection((self.address.partition(":")[0], self._port), timeout=1):
                 pass

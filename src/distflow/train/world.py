@@ -223,7 +223,8 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
         )
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
-        raise WorldError(f"RANK={rank} is not a rank of WORLD_SIZE={size}, which are counted from 0: correct these variables")
+        valid = "correct these variables" if size < 1 else f"ranks are 0 to {size - 1}; correct these variables"
+        raise WorldError(f"RANK={rank} is not a rank of WORLD_SIZE={size}: {valid}")
     local_rank = _number(environment, "LOCAL_RANK", 0)
     has_cuda = torch.cuda.is_available()
     if backend == "auto":

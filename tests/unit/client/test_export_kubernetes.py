@@ -311,7 +311,7 @@ def test_files_and_options_have_limits(folder: Path, capsys: pytest.CaptureFixtu
     (folder / "big.bin").write_bytes(os.urandom(1 << 20))
     big = spec_of({"name": "a", "files": [{"path": "big.bin", "localpath": "big.bin"}]})
     assert run(["workflow", "export", big, "--to", "kubernetes"]) == 2
-    assert "a ConfigMap gets at most 900,000" in capsys.readouterr().err
+    assert "distflow puts at most 900,000 into a ConfigMap" in capsys.readouterr().err
     assert run(["workflow", "export", big, "--to", "slurm", "--indexed-job"]) == 2
     assert "--indexed-job is for --to kubernetes" in capsys.readouterr().err
     (folder / "small.bin").write_bytes(b"\0\1")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,15 @@ import distflow
 from distflow.errors import StateError, StoreTooNew, SupervisorError
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
-from distflow.supervisor.process import Lock, is_running, open_wake_socket, stop_outdated_supervisor, wake
+from distflow.supervisor.process import (
+    Lock,
+    ensure_supervisor,
+    is_running,
+    open_wake_socket,
+    preload_supervisor,
+    stop_outdated_supervisor,
+    wake,
+)
 from distflow.supervisor.service import _await_room, _serve, _Starter
 from unit.state.stored import running_group, submit, workflow
 
@@ -148,6 +156,17 @@ def test_no_other_process_is_ended_for_an_old_supervisor(tmp_path: Path, monkeyp
         with pytest.raises(SupervisorError, match=r"nothing was stored\n.*pkill -KILL -f"):
             stop_outdated_supervisor(directory)
         assert process.poll() is None
+
+
+@pytest.mark.parametrize("start", [preload_supervisor, ensure_supervisor])
+def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
+    tmp_path: Path, start: Callable[[StateDirectory], object]
+) -> None:
+    directory = StateDirectory(tmp_path).ensure()
+    directory.supervisor_log.mkdir()
+    with pytest.raises(SupervisorError, match=r"the supervisor cannot be started: .*Is a directory") as caught:
+        start(directory)
+    assert str(directory.supervisor_log) in caught.value.hint
 
 
 def test_a_store_that_a_newer_version_has_upgraded_ends_the_supervisor(tmp_path: Path) -> None:

@@ -174,9 +174,9 @@ def _offset(seconds: float) -> str:
 def _clock_words(clock: Clock) -> str:
     uncertainty = f"±{_short_duration(clock.uncertainty_s)}"
     if abs(clock.offset_s) <= clock.uncertainty_s:
-        return f"equal to this machine's {uncertainty}"
+        return f"equal to this machine's ({uncertainty})"
     side = "ahead of" if clock.offset_s > 0 else "behind"
-    return f"{_short_duration(abs(clock.offset_s))} {side} this machine's {uncertainty}; the times above are corrected"
+    return f"{_short_duration(abs(clock.offset_s))} {side} this machine's ({uncertainty}); the times above are corrected"
 
 
 def _short_duration(seconds: float) -> str:

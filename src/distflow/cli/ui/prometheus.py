@@ -16,7 +16,7 @@ __all__ = ["prometheus_text"]
 
 _MOST = 500
 _HELP = {
-    "distflow_workflows": "Unfinished workflows by pool and status.",
+    "distflow_workflows": f"Unfinished workflows by pool and status, at most {_MOST} in total.",
     "distflow_task_running": "1 for each running task.",
     "distflow_task_resource": "The latest sample of a task's use of CPU, memory, disk, network or GPUs.",
     "distflow_metric": "The latest metrics that the lowest rank of a group printed.",

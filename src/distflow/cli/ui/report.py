@@ -50,8 +50,8 @@ def report(
     """Write a page about a workflow to one HTML file.
 
     The file has the page that `distflow ui` shows: the first cause, timeline, logs, metrics and events. It needs no network, so
-    you can attach it to an issue or a CI run. The middle of long logs is left out, and the beginning of logs with more than
-    1 million lines. distflow contacts the nodes only for their lists of output files.
+    you can attach it to an issue or a CI run. The middle of a long log is left out, and if it has more than 1 million
+    lines, also its beginning. distflow contacts the nodes only for their lists of output files.
     """
     with open_workflow(workflow, report_age=False) as (client, record):
         path = output or Path(f"{record.id}.html")

@@ -220,7 +220,7 @@ class _Prefixed:
         self._partial_lines: dict[tuple[str, bool], bytes] = {}
 
     def add(self, number: int, task: str, is_error: bool, data: bytes, *, is_last: bool = False) -> None:
-        """Print the lines that ``data`` completes. With ``is_last``, also print a last line without a line break."""
+        """Print the lines that ``data`` completes. With ``is_last``, also print an incomplete last line, and end it."""
         *lines, rest = (self._partial_lines.get((task, is_error), b"") + data).split(b"\n")
         self._partial_lines[task, is_error] = b"" if is_last else rest
         prefix = f"{self._paint.task(f'[{task}]', number)} ".encode()

@@ -57,7 +57,10 @@ class Loop:
                 heapq.heappop(self._timers)[2]()
 
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
-        """Call back when ``fd`` is ready. For a watched ``fd``, the events are replaced; events 0 end the watch."""
+        """Call back when ``fd`` is ready. For a watched ``fd``, other events replace the old ones and the callback.
+
+        Events 0 end the watch.
+        """
         known = fd in self.selector.get_map()
         if not events:
             if known:
@@ -170,7 +173,7 @@ def _read_result(text: bytes) -> Json:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:
         raise OpError(
-            "internal", "the agent's child process for this request ended without a result; it may have been killed"
+            "internal", "the agent's child process for this request ended without a valid result; it may have been killed"
         ) from error
     if not result.get("ok"):
         raise OpError.from_json(result["error"])

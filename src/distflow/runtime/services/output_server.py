@@ -147,7 +147,7 @@ def _open(top: str, wanted: Json) -> Tuple[BinaryIO, int, Any]:
     source = os.fdopen(fd, "rb")
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is not a file", name)
+            raise OSError(errno.EINVAL, "it is not a regular file")
         digest = hashlib.sha256()
         left = at
         while left > 0:

@@ -292,8 +292,9 @@ class Checkpoints:
             extra = torch.load(folder / _EXTRA, map_location="cpu", weights_only=True)
             missing = sorted(others.keys() - extra.keys())
             if missing:
-                found, remedy = ", ".join(sorted(extra)) or "none", "load it without these objects, or another checkpoint"
-                raise ValueError(f"{folder} does not contain the state of {', '.join(missing)}, only of {found}: {remedy}")
+                found = f"only of {', '.join(sorted(extra))}" if extra else "nor of other objects"
+                remedy = "load it without these objects, or load another checkpoint"
+                raise ValueError(f"{folder} does not contain the state of {', '.join(missing)}, {found}: {remedy}")
             for name, other in others.items():
                 other.load_state_dict(extra[name])
             if manifest.world_size == self._size:

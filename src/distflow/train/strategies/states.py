@@ -23,6 +23,8 @@ from distflow.train.strategies.stages import Pipeline, inner_module
 
 __all__ = ["full_state_dict", "load_model_state", "set_training_state", "training_state"]
 
+_SHOWN = 20
+
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Implement ``ParallelPlan.full_state_dict``."""
@@ -39,12 +41,19 @@ def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Non
     held, is_pipeline = inner_module(model), isinstance(model, Pipeline)
     own = [name for name, value in get_model_state_dict(held).items() if isinstance(value, torch.Tensor)]
     # All ranks check the names: if only one rank raised, the other ranks would hang in the broadcast.
-    if wrong := set(from_first(list(state))) ^ {name for names in from_all(own) for name in names}:
-        raise RuntimeError(f"the weights do not fit this model: unknown or missing names are {', '.join(sorted(wrong))}")
+    names, known = set(from_first(list(state))), {name for names in from_all(own) for name in names}
+    wrong = [f"{kind}: {_first(some)}" for kind, some in (("missing", known - names), ("unknown", names - known)) if some]
+    if wrong:
+        raise RuntimeError(f"the weights do not fit this model: {'; '.join(wrong)}")
     together = dist.is_initialized() and not is_pipeline
     given: dict[str, Any] = from_first(dict(state)) if is_pipeline else {} if together and dist.get_rank() else dict(state)
     weights = {name: value for name, value in given.items() if name in own}
     set_model_state_dict(held, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=together))
+
+
+def _first(names: Collection[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(sorted(names)[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def training_state(

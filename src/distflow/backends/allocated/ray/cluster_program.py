@@ -41,7 +41,7 @@ _OF_RAY = ("RAY_", "SPT_")
 _SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 """Variables that Ray sets for its workers if they are not set already. Other programs must not inherit them from Ray."""
 _INTERNAL = ("node:", "object_store_memory")
-"""Resources that no task requests."""
+"""How the names of Ray's own resources begin, which no task requests."""
 _LONGEST_LINE = 1 << 20
 _LONGEST_ERROR = 2000
 """Characters of an error message of Ray that are reported."""
@@ -405,8 +405,8 @@ class Cluster:
 def _probe(python: str, root: str) -> dict[str, Any]:
     """Run the pool's Python on this node.
 
-    Returns its exit code (``code``), its output (``said``), which is its version or an error, and whether ``root`` is writable.
-    If Python does not start, ``root`` is not checked.
+    Returns its exit code (``code``), its version or an error (``output``), and whether ``root`` is writable (``is_writable``,
+    which is not checked and True if Python does not start).
     """
     code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
     try:
@@ -415,12 +415,12 @@ def _probe(python: str, root: str) -> dict[str, Any]:
             check=False, cwd="/",
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"code": 127, "said": str(error)[:300], "is_writable": True}
+        return {"code": 127, "output": str(error)[:300], "is_writable": True}
     folder = os.path.expanduser(root)
     while not os.path.exists(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
-    said = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-300:]
-    return {"code": done.returncode, "said": said, "is_writable": os.access(folder, os.W_OK)}
+    output = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-300:]
+    return {"code": done.returncode, "output": output, "is_writable": os.access(folder, os.W_OK)}
 
 
 def _node_name(node: dict[str, Any]) -> str:

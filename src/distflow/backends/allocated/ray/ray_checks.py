@@ -83,7 +83,7 @@ def _python(python: str, root: str, found: Mapping[str, Any]) -> Iterator[Findin
             "ray", at, f"Ray could not run a task: {plain(str(found['error']))[:300]}", "check the log of Ray on that node"
         )
         return
-    output = plain(str(found["said"]))
+    output = plain(str(found["output"]))
     if found["code"] != 0:
         yield error(
             "python", at, f"`{python}` does not run: {output[:300] or 'no message'}",
