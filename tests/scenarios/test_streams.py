@@ -151,7 +151,7 @@ def test_directories_that_are_not_there_are_named(cli: Cli) -> None:
     path = cli.folder / "spec.yaml"
     path.write_text("workflow: {name: w, tasks: [{name: t, command: ['true']}]}\n")
     done = _run(cli, "workflow", "submit", str(path), "--dry-run", "--scripts", "/dev/null/x")
-    assert (done.returncode, "--scripts: `/dev/null/x` cannot be written" in done.stderr) == (2, True)
+    assert (done.returncode, "--scripts: `/dev/null/x/blobs` cannot be written: Not a directory" in done.stderr) == (2, True)
     done = _run(cli, "workflow", "validate", str(path), shell='mkdir gone && cd gone && rmdir ../gone && "$@"')
     assert (done.returncode, "the working directory no longer exists" in done.stderr) == (2, True)
 
