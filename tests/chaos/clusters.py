@@ -143,7 +143,7 @@ class ClusterGang(ChaosGang):
             self._await(lambda: bool(self.trouble.allocations()), "there is an allocation")
             wait(one.delay_s)
             # It may have been refused during the delay: then there is none until it is requested again.
-            allocation = wait_until(self.trouble.allocations, 120, "there is an allocation")[-1]
+            (allocation,) = wait_until(self.trouble.allocations, 60, "there is an allocation")
             self.trouble.inject(one.end, allocation)
             # An allocation that ended before its tasks were leased is requested again.
             self._await(lambda: self._is_over() or self._has_another(allocation), "the end of the allocation has an effect")

@@ -86,7 +86,7 @@ class KubernetesTrouble:
                 self._evict(self._pod(allocation))
             case "resident":
                 # An allocation that ended meanwhile has been replaced by another one.
-                os.kill(wait_until(self._current_residents, 120, "the resident program runs")[-1], signal.SIGKILL)
+                os.kill(wait_until(self._current_residents, 60, "the resident program runs")[-1], signal.SIGKILL)
             case _:
                 raise ValueError(fault)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import marshal
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,10 @@ def test_nothing_is_imported_from_a_directory_of_another_user(fresh_node: NodeUn
     (package / "__init__.py").touch()
     (package / "agent" / "__init__.py").touch()
     (package / "agent" / "server.py").write_text("def serve(*_): pass")
+    code = marshal.dumps(compile(f"open({str(trap)!r}, 'w').close()", "distflow", "exec"))
+    modules = marshal.dumps({"distflow": (True, code)})
+    compiled = home / f"distflow.runtime.agent.server.{importlib.util.MAGIC_NUMBER.hex()}"
+    compiled.write_bytes(zlib.crc32(modules).to_bytes(4, "big") + modules)
     chosen = {"root": fresh_node.top, "private": fresh_node.root, "runtime": fresh_node.root / "runtime", "hash": home}[place]
     os.chown(chosen, NOBODY, NOBODY)
     chosen.chmod(0o777)
@@ -193,8 +200,18 @@ def test_a_module_that_is_damaged_after_its_check_is_not_imported(node: NodeUnde
     assert changed.read_bytes() == good
 
 
+def test_an_agent_starts_although_its_compiled_modules_cannot_be_stored(node: NodeUnderTest) -> None:
+    node.connect().request("ping")
+    home = node.root / "runtime" / RUNTIME.digest
+    (compiled,) = home.glob("distflow.runtime.agent.server.*")
+    compiled.unlink()
+    compiled.mkdir()
+    node.connect().request("ping")
+    assert {path.name for path in home.iterdir()} == {"distflow", compiled.name}
+
+
 def test_a_task_leaves_the_runtime_as_it_is(node: NodeUnderTest) -> None:
-    """Anything that is added to it makes the next connection send and replace it."""
+    """Sources that are added to it may make the next connection send and replace it."""
     node.run(node.connect(), ["true"])
     home = node.root / "runtime" / RUNTIME.digest
     first = home.stat().st_ino

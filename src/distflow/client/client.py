@@ -226,10 +226,12 @@ class Client:
             self._send_notices()
         if not self.store.has_unfinished():
             return
-        from distflow.supervisor.process import ensure_supervisor, is_running
+        from distflow.supervisor.process import ensure_supervisor, is_running, start_errors
 
         try:
-            if not is_running(self.directory):
+            with start_errors(self.directory):
+                is_missing = not is_running(self.directory)
+            if is_missing:
                 ensure_supervisor(self.directory, wait=False)
                 self._supervisors_started += 1
                 if self._supervisors_started == _MANY_SUPERVISORS:

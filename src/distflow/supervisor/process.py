@@ -37,6 +37,7 @@ __all__ = [
     "is_running",
     "open_wake_socket",
     "preload_supervisor",
+    "start_errors",
     "stop_outdated_supervisor",
     "wake",
 ]
@@ -186,12 +187,23 @@ class PreloadedSupervisor(Struct, frozen=True):
         self.process.communicate()
 
 
+@contextlib.contextmanager
+def start_errors(directory: StateDirectory) -> Iterator[None]:
+    """Raise an ``OSError`` of the body, which starts a supervisor, as a ``SupervisorError``."""
+    try:
+        yield
+    except OSError as error:
+        hint = f"check free disk space, the limit of processes (`ulimit -u`) and the permissions of {directory.path}"
+        raise SupervisorError(f"the supervisor cannot be started: {one_line(error)}", hint=hint) from error
+
+
 def preload_supervisor(directory: StateDirectory) -> PreloadedSupervisor | None:
     """Start a supervisor that loads its modules while the caller prepares the work. Return ``None`` if one is running.
 
     Pass the result to ``ensure_supervisor``. Raises ``SupervisorError`` if no process can be started.
     """
-    return None if is_running(directory) else _launch(directory, preload=True)
+    with start_errors(directory):
+        return None if is_running(directory) else _launch(directory, preload=True)
 
 
 def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded: PreloadedSupervisor | None = None) -> None:
@@ -201,10 +213,11 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded
     reason is then in its log.
     """
     if preloaded is None:
-        if is_running(directory):
-            wake(directory)
-            return
-        preloaded = _launch(directory)
+        with start_errors(directory):
+            if is_running(directory):
+                wake(directory)
+                return
+            preloaded = _launch(directory)
     process, ready = preloaded.process, preloaded.ready
     preloaded.start()
     try:
@@ -232,10 +245,9 @@ def _launch(directory: StateDirectory, *, preload: bool = False) -> PreloadedSup
                 cwd="/",
                 bufsize=0,
             )
-    except OSError as error:
+    except OSError:
         os.close(ready)
-        hint = f"check free disk space, the limit of processes (`ulimit -u`) and the permissions of {directory.supervisor_log}"
-        raise SupervisorError(f"the supervisor cannot be started: {one_line(error)}", hint=hint) from error
+        raise
     finally:
         os.close(report)
     return PreloadedSupervisor(process, ready)

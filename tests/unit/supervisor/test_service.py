@@ -166,7 +166,7 @@ def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
     directory.supervisor_log.mkdir()
     with pytest.raises(SupervisorError, match=r"the supervisor cannot be started: .*Is a directory") as caught:
         start(directory)
-    assert str(directory.supervisor_log) in caught.value.hint
+    assert f"the permissions of {directory.path}" in caught.value.hint
 
 
 def test_a_store_that_a_newer_version_has_upgraded_ends_the_supervisor(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def list_command(
 ) -> None:
     """List the newest workflows that match all filters, at most `--count`. By default, the newest is last.
 
-    A workflow must match each `--label`, and none of the labels of `--no-label`. If
-    another filter has several values, one of them must match.
+    A workflow must match each `--label`, and none of the labels of `--no-label`. If another filter has several values, one of
+    them must match.
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(

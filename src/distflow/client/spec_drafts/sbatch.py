@@ -174,9 +174,9 @@ def _read_options(script: _Script) -> dict[str, str]:
 
 def _notes_of(name: str, value: str) -> Iterator[str]:
     """Yield a note for each part of an option that is not translated."""
-    shown = f"`#SBATCH --{name}={value}`" if value else f"`#SBATCH --{name}`"
+    shown = _shown("#SBATCH", name, value)
     if name not in _TRANSLATED:
-        yield f"{shown}: {_ADVICE.get(name, 'distflow has no such option')}"
+        yield f"{shown}: {_advice(name)}"
     elif name == "nodes" and "-" in value:
         yield f"{shown}: the spec uses the minimum; for a range, raise `replicas` and add `elastic: {{min: …}}` to the group"
     elif name == "gres":
@@ -188,6 +188,14 @@ def _notes_of(name: str, value: str) -> Iterator[str]:
     if kinds:
         remedy = "write `platform` into the resource, or choose a pool of such GPUs"
         yield f"{shown}: the type `{kinds[0]}` is not requested: {remedy}"
+
+
+def _shown(command: str, name: str, value: str) -> str:
+    return f"`{command} --{name}={value}`" if value else f"`{command} --{name}`"
+
+
+def _advice(name: str) -> str:
+    return _ADVICE.get(name, "distflow has no such option")
 
 
 def _with_options(draft: Draft, script: _Script) -> Draft:
@@ -392,8 +400,7 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
             if name in _TRANSLATED:
                 script.options[name] = value
             elif name not in _SWITCHES and not script.is_exported:
-                shown = f"srun --{name}={value}" if value else f"srun --{name}"
-                script.notes.append(f"{line}: `{shown}`: {_ADVICE.get(name, 'distflow has no such option')}")
+                script.notes.append(f"{line}: {_shown('srun', name, value)}: {_advice(name)}")
     if len(words) > 1 and words[0] in _WRAPPERS and not words[1].startswith("-"):
         words = words[1:]
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL):

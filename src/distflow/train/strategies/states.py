@@ -21,9 +21,7 @@ from distflow.train.communication.gradients import means_of
 from distflow.train.communication.votes import from_all, from_first
 from distflow.train.strategies.stages import Pipeline, inner_module
 
-__all__ = ["full_state_dict", "load_model_state", "set_training_state", "training_state"]
-
-_SHOWN = 20
+__all__ = ["first_names", "full_state_dict", "load_model_state", "set_training_state", "training_state"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -42,7 +40,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Non
     own = [name for name, value in get_model_state_dict(held).items() if isinstance(value, torch.Tensor)]
     # All ranks check the names: if only one rank raised, the other ranks would hang in the broadcast.
     names, known = set(from_first(list(state))), {name for names in from_all(own) for name in names}
-    wrong = [f"{kind}: {_first(some)}" for kind, some in (("missing", known - names), ("unknown", names - known)) if some]
+    groups = (("missing", known - names), ("unknown", names - known))
+    wrong = [f"{kind}: {first_names(some, 20)}" for kind, some in groups if some]
     if wrong:
         raise RuntimeError(f"the weights do not fit this model: {'; '.join(wrong)}")
     together = dist.is_initialized() and not is_pipeline
@@ -51,9 +50,10 @@ def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Non
     set_model_state_dict(held, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=together))
 
 
-def _first(names: Collection[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(sorted(names)[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def first_names(names: Collection[str], most: int) -> str:
+    """Return the first ``most`` names in alphabetical order, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(sorted(names)[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def training_state(

@@ -20,6 +20,7 @@ from distflow.train.communication.gradients import means_of
 from distflow.train.communication.votes import all_ranks, from_all
 from distflow.train.strategies.initial import tied_names
 from distflow.train.strategies.stages import Pipeline, inner_module
+from distflow.train.strategies.states import first_names
 
 __all__ = ["load_weights", "save_weights", "weight_names", "whole_tensors"]
 
@@ -38,9 +39,8 @@ def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
     for names in tied_names(model):
         if not stored.isdisjoint(names):
             stored.update(names)
-    if missing := sorted(_states(model).keys() - stored):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"the safetensors files in {directory} lack {', '.join(missing[:3])}{more}, which the model has")
+    if missing := _states(model).keys() - stored:
+        raise ValueError(f"the safetensors files in {directory} lack {first_names(missing, 3)}, which the model has")
     return frozenset(stored)
 
 

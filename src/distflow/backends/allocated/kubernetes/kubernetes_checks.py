@@ -258,7 +258,7 @@ def _concerns_distflow(key: str) -> bool:
 
     Source: https://kubernetes.io/docs/concepts/policy/resource-quotas/
     """
-    is_resource = key.startswith(("requests.", "limits.")) and "storageclass" not in key and key != "requests.storage"
+    is_resource = key.startswith(("requests.", "limits.")) and key != "requests.storage"
     return is_resource or key.rpartition("/")[2] in ("pods", "configmaps", "cpu", "memory", "ephemeral-storage")
 
 

@@ -81,8 +81,7 @@ class NodeActor:
             env=_environment(self._address, has_gpus),
         )  # fmt: skip
         if not self._resident.stdout or not self._resident.stdout.readline():  # its first line reports that it accepts requests
-            text = "distflow's program on the node ended with exit code {} before it was ready; see the logs of Ray's worker"
-            raise RuntimeError(text.format(self._resident.wait()))
+            raise RuntimeError("distflow's program on the node ended before it was ready; see the logs of Ray's worker")
         self._server = socket.create_server(
             (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET, backlog=128
         )

@@ -106,7 +106,7 @@ STORAGE: Final = Bundle(package="distflow.storage", modules=_STORAGE)
 # The whole stub must parse on old versions of Python, so that they can report their version. Nothing is imported from a
 # directory that another user could replace, or whose files differ from those that were sent. The first start of a service also
 # writes its modules, compiled, into one file, from which later starts read them: reading one file is faster than reading and
-# checking a hundred, above all over NFS.
+# checking dozens, above all over NFS.
 STUB: Final = (
     r"""
 import gc,marshal,os,signal,sys
@@ -144,13 +144,14 @@ def load():
 def store():
  found=[module for name,module in sys.modules.items() if name.split(".")[0]=="distflow"]
  code=lambda module: marshal.dumps(module.__loader__.get_code(module.__name__))
- data=marshal.dumps({module.__name__:(hasattr(module,"__path__"),code(module)) for module in found})
  part=compiled+"."+nonce
- try:
+ try: # the service works without the file
+  data=marshal.dumps({module.__name__:(hasattr(module,"__path__"),code(module)) for module in found})
   with open(part,"wb") as file: file.write(crc32(data).to_bytes(4,"big")+data)
   os.rename(part,compiled)
  except OSError:
-  if os.path.exists(part): os.unlink(part)
+  try: os.unlink(part)
+  except OSError: pass
 class Compiled: # the importer of the modules in the file
  def find_spec(name,path=None,target=None):
   if name in modules:
@@ -179,7 +180,8 @@ def others(path): # how other users could change it
  seen=os.lstat(path)
  return "owner" if seen.st_uid!=os.getuid() else "writable" if seen.st_mode&0o22 else None
 def own(path):
- if others(path): refuse(others(path),path)
+ why=others(path)
+ if why: refuse(why,path)
 try:
  if sys.version_info<(3,8): raise RuntimeError("Python 3.8 or newer is needed; this is "+sys.version.split()[0])
  from _frozen_importlib import ModuleSpec
