@@ -54,6 +54,26 @@ def test_supervisors_that_end_again_and_again_are_reported_once(tmp_path: Path, 
     assert note.endswith(f"See the last error in {tmp_path}/supervisor.log")
 
 
+@pytest.mark.parametrize("step", ["is_running", "_trim"])
+def test_a_supervisor_that_cannot_be_started_is_only_a_warning(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that reads the store works although the lock or the log of the supervisor cannot be opened."""
+
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied", "supervisor.file")
+
+    with Store(StateDirectory(tmp_path).ensure().store) as store:
+        submit(store, workflow(state=WorkflowState.RUNNING))
+    monkeypatch.setattr(f"distflow.supervisor.process.{step}", refuse)
+    notes: list[str] = []
+    with Client(environ={"DISTFLOW_STATE": str(tmp_path)}, notify=notes.append) as client:
+        client.wake()
+    (note,) = notes
+    assert note.startswith("warning: the supervisor cannot be started: ")
+    assert "Permission denied" in note
+
+
 @pytest.mark.parametrize(("backend", "kept_s"), [("ssh", 14 * 86400), ("slurm", 14 * 86400), ("kubernetes", None)])
 def test_files_that_end_with_their_nodes_have_no_retention_time(backend: str, kept_s: int | None, tmp_path: Path) -> None:
     store = Store(StateDirectory(tmp_path).ensure().store)
