@@ -11,7 +11,7 @@ from itertools import combinations
 import pytest
 
 from distflow.layout.strategy.model import parse_strategy
-from distflow.train.strategies.description import Strategy, current_strategy, data_shard, make_strategy
+from distflow.train.strategies.description import Strategy, current_strategy, data_shard, make_strategy, resolve_strategy
 from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS
 
 
@@ -87,7 +87,7 @@ def test_options_on_top_of_a_strategy_are_held_against_its_own() -> None:
     assert strategy.having({"timeout_s": 5}).options == {"sharding_strategy": "NO_SHARD", "timeout_s": 5}
     with pytest.raises(ValueError, match="`cpu_offload` needs shards, but NO_SHARD creates none"):
         strategy.having({"cpu_offload": True})
-    with pytest.raises(ValueError, match="a strategy has no option 'tp_size'"):
+    with pytest.raises(ValueError, match="`tp_size` cannot be set on a Strategy, because its mesh is already defined"):
         strategy.having({"tp_size": 2})
 
 
@@ -96,7 +96,15 @@ def test_without_a_strategy_ranks_are_replicas(world: str, kind: str) -> None:
     assert current_strategy({"WORLD_SIZE": world}) == make_strategy(kind, int(world))
 
 
-@pytest.mark.parametrize("text", ["fsdp", "[]", "{}", '{"kind": "ddp", "mesh": 3}'])
+@pytest.mark.parametrize("mesh", [{}, {"tp_size": 2}])
+def test_an_unknown_kind_is_named(mesh: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"unknown strategy 'dpp': use ddp, .* or none"):
+        resolve_strategy(Strategy(kind="dpp", shape=(2,), names=("dp",), options=mesh), 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp", "[]", "{}", '{"kind": "ddp", "mesh": 3}', '{"kind": "dpp", "mesh": {"shape": [2], "names": ["dp"]}}']
+)
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"DISTFLOW_STRATEGY is {re.escape(repr(text))}, not JSON such as"):
         current_strategy({"DISTFLOW_STRATEGY": text})

@@ -129,5 +129,5 @@ def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> No
     assert plan.forward_backward({"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
     with pytest.raises(ValueError, match=r"`inputs\.mask` has length 3, but the first tensor of the inputs has length 6"):
         plan.forward_backward({"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
-    with pytest.raises(ValueError, match="the batch holds no tensor"):
+    with pytest.raises(ValueError, match="the batch has no tensor with at least one dimension"):
         plan.evaluate({"ids": 1}, None, own)

@@ -33,13 +33,13 @@ def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
 
 
 def is_attempt_name(name: object) -> bool:
-    """Return whether ``name`` is the name of an attempt. It may come from an untrusted source."""
+    """Return whether ``name`` has the form of ``attempt_name``. It may come from an untrusted source."""
     parts = name.split("/") if isinstance(name, str) else []
     return len(parts) == 4 and is_uuid(parts[0]) and all(_is_component(part) for part in parts[1:])
 
 
 def is_uuid(name: object) -> bool:
-    """Return whether ``name`` is the UUID of a workflow: 32 lowercase hexadecimal digits, with or without four hyphens."""
+    """Return whether ``name`` has the form of a UUID: 32 lowercase hexadecimal digits, with or without four hyphens."""
     if not isinstance(name, str):
         return False
     digits = name.replace("-", "")

@@ -19,7 +19,7 @@ _LEVEL = 1
 """The level of zlib. Higher levels usually take longer than the transfer of the bytes that they save."""
 _SAMPLE_COUNT = 4
 _SAMPLE_BYTES = 4 << 10
-_DENSE = 0.9
+_INCOMPRESSIBLE_RATIO = 0.9
 """A block is not compressed if compressed samples of it keep more than this share of their size."""
 
 
@@ -69,7 +69,7 @@ class ParallelGzip:
             self._writing.shutdown(cancel_futures=True)
 
     def _compress(self, data: bytes) -> bytes:
-        packer = zlib.compressobj(0 if _is_dense(data) else _LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+        packer = zlib.compressobj(0 if _is_incompressible(data) else _LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
         end = struct.pack("<II", zlib.crc32(data), len(data) & 0xFFFFFFFF)
         return b"".join((_HEADER, packer.compress(data), packer.flush(), end))
 
@@ -85,10 +85,10 @@ class ParallelGzip:
             raise
 
 
-def _is_dense(data: bytes) -> bool:
+def _is_incompressible(data: bytes) -> bool:
     """Return whether evenly spaced samples of a block can hardly be compressed; false for a block of less than 16 KiB."""
     step = len(data) // _SAMPLE_COUNT
     if step < _SAMPLE_BYTES:
         return False
     samples = b"".join(data[at : at + _SAMPLE_BYTES] for at in range(step // 2, len(data) - _SAMPLE_BYTES, step))
-    return len(zlib.compress(samples, _LEVEL)) > len(samples) * _DENSE
+    return len(zlib.compress(samples, _LEVEL)) > len(samples) * _INCOMPRESSIBLE_RATIO

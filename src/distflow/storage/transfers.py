@@ -40,7 +40,7 @@ __all__ = ["TransferResult", "delete", "download", "find", "find_removable", "up
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_UNCHANGED = "do not change it during the upload"
+_UNCHANGED = "upload it again when no process writes to it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ __all__ = ["ORPHAN_PATIENCE_S", "Supervisor", "Wake", "launch_of", "secrets_of"]
 
 
 ORPHAN_PATIENCE_S = 3600.0
-"""Seconds that a supervisor without other work waits for a lost node, to stop the orphan processes there."""
+"""Seconds after the end of a task on a lost node that the supervisor waits for the node, to stop the processes there."""
 
 _IDLE_S = 5.0
 _RELEASE_S = 60.0
@@ -93,7 +93,7 @@ _RELEASE_S = 60.0
 _RELEASING_STEP_S = 0.2
 _ROUNDS = 20
 """The maximum number of decisions that follow from one another at one instant. More would be a bug."""
-_UNREADABLE = "the record of workflow {} cannot be read and is not changed: another version of distflow wrote it"
+_UNREADABLE = "the record of workflow {} cannot be read and is not changed: another version of distflow wrote it; use that one"
 
 OpenBackend = Callable[[Pool, Sink], Backend]
 OpenTransfers = Callable[[Callable[[TransferMoved | TransferEnded], None]], TransferRunner]
@@ -297,7 +297,7 @@ class Supervisor:
     def _load(self) -> None:
         """Load new workflows and cancel requests from the store.
 
-        Of known workflows, only the cancel request is used, because their records are newer here than there.
+        Of loaded workflows, only the cancel request is read, because their records are newer here than in the store.
         """
         skipped: dict[str, str | None] = dict.fromkeys(self._store.uuids(are_unfinished=True))
         for record in self._store.unfinished():
@@ -506,7 +506,7 @@ class Supervisor:
             records = [one.record for one in self._workflows.values() if one.record.pool_key == pool]
             kept = frozenset(gang for record in records for gang in _gangs(record))
             if kept != self._kept.get(pool):
-                # Only the engine knows the allocations of an earlier supervisor, so the first report also has ended workflows.
+                # Only the engine knows the allocations of an earlier supervisor, so the first report names ended workflows too.
                 is_first = pool not in self._kept
                 codes = _exit_codes(records, self._kept.get(pool, frozenset()) - kept)
                 self._kept[pool] = kept

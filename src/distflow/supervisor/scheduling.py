@@ -2,7 +2,8 @@
 
 Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang does not
 overtake one that waits for nodes, so that small gangs do not starve a large one. A gang that has nodes keeps them. Only one
-gang per pool asks the nodes at a time, so two gangs never hold half of what both need.
+gang per pool asks the nodes at a time, so two gangs never hold half of what both need. A gang that waits before a retry does
+not hold up the others.
 
 If a cluster engine chooses the nodes, each gang requests them without waiting for other gangs, because the engine has its own
 queue.
@@ -60,7 +61,10 @@ class Leases(Struct, kw_only=True):
 
 
 def next_leases(snapshot: Snapshot, usages: Iterable[PoolUsage], now: float) -> Leases:
-    """Return the lease commands of the gangs whose turn it is, and the reasons why the others wait.
+    """Return the lease commands of the gangs that may lease now, and the reasons why others wait.
+
+    In a pool of machines, only the first waiting gang may lease. There are no reasons while a gang of the pool asks the nodes,
+    and none for pools of an engine.
 
     ``usages`` are those of all workflows, in the order of their submission.
     """
@@ -141,7 +145,7 @@ def _lease_for_first(
         unplaced = unplaced or placed
     if refused and isinstance(place_near(demands(sizes[-1]), available, shared=pool.shares_nodes), Placement):
         leases.wake(list(refused.values()))
-    elif group.attempt == 0 and (never := _never_fits(plan, views, pool)):
+    elif group.attempt == 0 and (never := _why_never_fits(plan, views, pool)):
         leases.failures[workflow.record.uuid, group.name] = (
             f"pool {workflow.record.pool} cannot run it, even when idle: {never}"
         )
@@ -151,7 +155,7 @@ def _lease_for_first(
         leases.messages[workflow.record.uuid, group.name] = message
 
 
-def _never_fits(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
+def _why_never_fits(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
     """Return why the idle pool could not hold a gang; empty if it could, as far as is known."""
     placed = place_near(demands(plan.sizes[-1]), capacity(views), shared=pool.shares_nodes)
     return "" if isinstance(placed, Placement) else _no_room_message(placed)
@@ -204,7 +208,7 @@ def _usable(
 
 
 def _fits_elsewhere(avoided: frozenset[str], available: Sequence[Free], demand: Sequence[Demand], *, shared: bool) -> bool:
-    """Return whether a gang would find room on the other nodes if they were idle."""
+    """Return whether a gang would fit on the nodes that are not avoided if they were idle."""
     empty = [
         replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory, closed="")
         for one in available
@@ -242,7 +246,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
 
 def _excluded(plan: GroupPlan, group: GroupRecord) -> Mapping[str, tuple[str, ...]]:
     """Return the nodes that an engine must not give to each task: those of its spec, and those with too many failures."""
-    # The name of an allocated node is `<host>@<allocation>`, and each attempt has another allocation.
+    # The name of an allocated node is `<host>@<allocation>`, and each attempt gets a new allocation.
     failures = Counter((cause.node or "").partition("@")[0] for cause in group.earlier_causes)
     avoided = tuple(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
     return {one.task: found for one in demands(plan) if (found := (*one.nodes_excluded, *avoided))}

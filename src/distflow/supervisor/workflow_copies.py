@@ -135,15 +135,15 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     digests += [file.blob or "" for launch in launches for file in launch.files]
     _match(_DIGEST, "digest", digests)
     if record.id != f"{record.name}-{record.number}" or record.number < 1:
-        raise ValueError(f"the id {record.id!r} is not made of its name and number")
+        raise ValueError(f"its id is {record.id!r}, but its name is {record.name!r} and its number is {record.number}")
     if any(task.attempt < 0 for _, task in tasks):
-        raise ValueError("the number of an attempt is negative")
+        raise ValueError("an attempt has a negative number")
     if sorted(group.name for group in record.groups) != sorted({group.name for group in plan.groups}):
-        raise ValueError("its groups are not those of its plan")
+        raise ValueError("its record and its plan have different groups")
     for group in record.groups:
         planned = {launch.task for launch in plan.group(group.name).launches}
         if not group.tasks or not planned >= {task.name for task in group.attempts}:
-            raise ValueError(f"the tasks of {group.name} are not those of its plan")
+            raise ValueError(f"its record and its plan have different tasks in the group {group.name}")
 
 
 def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:

@@ -260,7 +260,8 @@ class Slurm:
     def _check(self) -> None:
         for name, daemon in self._daemons.items():
             if daemon.poll() is not None:
-                raise RuntimeError(f"{name} ended: {(self.folder / 'log' / f'{name}.out').read_text()[-2000:]}")
+                log = self.folder / "log" / f"{name}.out"
+                raise RuntimeError(f"{name} exited with {daemon.returncode}; the end of {log}:\n{log.read_text()[-2000:]}")
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         found = shutil.which(program, path=SEARCHED)

@@ -109,7 +109,7 @@ def test_a_node_whose_srun_fails_is_named(
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = checked("slurm: {}")
-    assert 'error: login: `srun --overlap` fails on a node: "not here' in found
+    assert "error: login: `srun --overlap` fails on a node: not here\n" in found
     assert "is Python 3." in found
 
 

@@ -150,7 +150,7 @@ def test_workflow_of_another_version_is_not_changed_and_others_continue(driver: 
     assert set(driver.supervisor.skipped) == {"u1"}
     assert driver.reader._db.execute(f"SELECT {column} FROM {table} WHERE workflow = 'u1'").fetchone() == (theirs,)
     assert [line for line in driver.log if "cannot be read" in line] == [
-        "the record of workflow w-1 cannot be read and is not changed: another version of distflow wrote it"
+        "the record of workflow w-1 cannot be read and is not changed: another version of distflow wrote it; use that one"
     ]
 
 

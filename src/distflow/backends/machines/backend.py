@@ -154,7 +154,8 @@ class MachinesBackend:
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Fetch inputs, stage large files, pull the image, then write the launch record, in a thread: it may take minutes.
 
-        An earlier try that is still running reports nothing more: its connection broke, or it belongs to an earlier lease.
+        Stops an earlier call for the same attempt that is still running (its connection broke, or it belongs to an earlier
+        lease). It reports nothing more.
         """
         self._halt(key)
         halt, connection = threading.Event(), self._connections[key.node]
@@ -415,7 +416,10 @@ class MachinesBackend:
             pulled.set()
 
     def _check_torch(self, connection: Connection, launch: BoundLaunch) -> None:
-        """Raise ``InputError`` if the node's Python certainly has no torchrun. A successful check is not repeated."""
+        """Raise ``InputError`` if the node's Python certainly has no torchrun. A check that succeeded is not repeated.
+
+        If the node cannot answer, the start will report its error.
+        """
         environment = dict(launch.environment)
         checked = (
             launch.node,

@@ -29,7 +29,10 @@ _FAILED, _NOT_ENDED = 1, 4
 def query(
     workflow: WorkflowArgument,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also show earlier attempts, process ids, start times and messages.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also show earlier attempts, process ids, start times, messages, the UUID and the priority."
+        ),
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh the output until the workflow has ended.")] = False,
     exit_status: Annotated[

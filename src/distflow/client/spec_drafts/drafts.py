@@ -109,8 +109,10 @@ def _draft_python(words: Sequence[str]) -> Draft | None:
 def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) -> Draft:
     script = Path(os.path.abspath(folder / target))
     if not os.path.isfile(script):  # ``Path.is_file`` raises an error for a path that cannot be inspected
-        hint = did_you_mean(target, [path.name for path in folder.glob("*.py")], what="Python scripts")
-        raise InputError(f"the script `{target}` does not exist in {folder}", hint=hint)
+        scripts = [path.name for path in folder.glob("*.py")]
+        hint = did_you_mean(target, scripts, what="Python scripts") if scripts else f"relative paths begin in `{folder}`"
+        problem = "is a directory" if os.path.isdir(script) else "does not exist"
+        raise InputError(f"the script `{target}` {problem}", hint=hint)
     root = project_directory(folder, script, project)
     if not script.is_relative_to(root):
         raise InputError(

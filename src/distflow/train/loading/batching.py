@@ -258,7 +258,9 @@ def sample_count(batch: Batch) -> int:
     """Return the length of the first tensor. Raises ``ValueError`` if the batch has no tensor with dimensions."""
     first = next((tensor for _, tensor in tensors_of(batch)), None)
     if first is None:
-        raise ValueError("the batch holds no tensor with samples: give a tensor, or a tuple, list or mapping of tensors")
+        raise ValueError(
+            "the batch has no tensor with at least one dimension: give a tensor, or a tuple, list or mapping of tensors"
+        )
     return len(first)
 
 

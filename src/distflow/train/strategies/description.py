@@ -40,11 +40,11 @@ class Strategy:
     kind: str
     """``ddp``, ``fsdp``, ``tp``, ``hybrid``, ``pipeline`` or ``none``."""
     shape: tuple[int, ...]
-    """The sizes of the mesh, which ranks fill row by row: (2, 4) has ranks 0 to 3 in its first row."""
+    """The size of each axis. Ranks fill the mesh row by row: (2, 4) has ranks 0 to 3 in its first row."""
     names: tuple[str, ...]
     """Axes: ``dp`` (replicas), ``fsdp`` (shards), ``cp`` (parts of sequences), ``tp`` (parts of tensors), ``pp`` (stages)."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The options in docs/strategies.md."""
+    """The options in docs/strategies.md, except those in ``MESH_SIZES``: ``shape`` and ``names`` already define the mesh."""
 
     @property
     def world_size(self) -> int:
@@ -53,12 +53,12 @@ class Strategy:
 
     @property
     def passes(self) -> int:
-        """The forward and backward passes of one step (``gradient_accumulation_steps``)."""
+        """The number of forward and backward passes in one step (``gradient_accumulation_steps``)."""
         return int(self.options.get("gradient_accumulation_steps", 1))
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of one step over all ranks; ``None`` if the options state neither batch size."""
+        """The number of samples of one step on all ranks; ``None`` if the options state neither batch size."""
         if "micro_batch_size" not in self.options:
             return self.options.get("global_batch_size")
         return int(self.options["micro_batch_size"]) * known.micro_batches(self.mesh, self.options) * self.data_shard(0)[1]
@@ -80,6 +80,10 @@ class Strategy:
 
     def having(self, options: Mapping[str, Any]) -> Strategy:
         """Return this strategy with some options added or replaced. Raises ``ValueError`` for invalid options."""
+        if sizes := MESH_SIZES.keys() & options:
+            raise ValueError(
+                f"`{min(sizes)}` cannot be set on a Strategy, because its mesh is already defined: change `shape` and `names`"
+            )
         merged = _normal({**self.options, **options}, list(OPTIONS))
         _refuse(known.misfits(self.kind, merged))
         _refuse(known.clashes(self.kind, self.mesh, merged))
@@ -136,7 +140,9 @@ def warn_of_conflict() -> None:
 
 
 def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
-    """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``, else replicas on all ranks.
+    """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``, else replicas (``ddp``) on all ranks.
+
+    A process without other ranks gets ``none`` instead of ``ddp``.
 
     With ``environ``, the last plan is ignored. Raises ``ValueError`` if the variable is not valid.
     """
@@ -156,6 +162,7 @@ def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
     try:
         value = json.loads(text)
         mesh = value["mesh"]
+        _check_kind(value["kind"])
         return Strategy(
             kind=str(value["kind"]),
             shape=tuple(int(size) for size in mesh["shape"]),
@@ -164,7 +171,9 @@ def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
         )
     except (ValueError, KeyError, TypeError) as error:
         example = '{"kind": "ddp", "mesh": {"shape": [2], "names": ["dp"]}, "options": {}}'
-        raise ValueError(f"DISTFLOW_STRATEGY is {text!r}, not JSON such as {example}") from error
+        raise ValueError(
+            f"DISTFLOW_STRATEGY is {text!r}, not JSON such as {example}: unset it, or let distflow set it"
+        ) from error
 
 
 def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
@@ -177,8 +186,13 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 
 
 def resolve_strategy(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
-    """Return a strategy with a mesh: its own, or else one over ``world`` ranks. Raises ``ValueError`` if it is not valid."""
+    """Return ``given`` as a ``Strategy``.
+
+    A ``Strategy`` keeps its own mesh; otherwise the mesh has ``world`` ranks. Raises ``ValueError`` for an unknown kind or
+    invalid options.
+    """
     if isinstance(given, Strategy):
+        _check_kind(given.kind)
         return _on_mesh(given.kind, known.regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())
 
@@ -188,12 +202,16 @@ def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = Non
 
     Raises ``ValueError`` if these sizes do not fit the number of ranks, and for an unknown kind or invalid options.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown strategy {kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    _check_kind(kind)
     given = _normal(options or {}, [*OPTIONS, *MESH_SIZES])
     _refuse(known.misfits(kind, given))
     mesh = known.default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
     return _on_mesh(kind, mesh).having({name: value for name, value in given.items() if name not in MESH_SIZES})
+
+
+def _check_kind(kind: object) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"unknown strategy {kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def _on_mesh(kind: str, mesh: dict[str, int] | Misfit) -> Strategy:

@@ -185,12 +185,12 @@ def _line(connection: socket.socket) -> bytes:
     while len(data) < _LONGEST_LINE:
         peeked = connection.recv(65536, socket.MSG_PEEK)
         if not peeked:
-            break
+            raise ValueError("the connection ended before a newline")
         end = peeked.find(b"\n")
         data += connection.recv(len(peeked) if end < 0 else end + 1)
         if end >= 0:
             return data[:-1]
-    raise ValueError(f"the connection ended before a newline, or the line has more than {_LONGEST_LINE} bytes")
+    raise ValueError(f"the line has more than {_LONGEST_LINE} bytes")
 
 
 class Cluster:

@@ -30,18 +30,19 @@ _SOON_S = 60.0
 """If Slurm would start a job more than this number of seconds from now, no node is free."""
 _PYTHON_S = 60.0
 _PROBE = """
-import json, os, subprocess, sys
+import os, subprocess, sys
 env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 job = "--jobid=" + os.environ["SLURM_JOB_ID"]
 step = ["srun", job, "--overlap", "--nodes=1", "--ntasks=1", "--gres=none", "--mpi=none", "--chdir=/", "true"]
 try:
     done = subprocess.run(step, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30)
-    trouble = done.stdout.decode("utf-8", "replace") or str(done.returncode) if done.returncode else ""
+    trouble = done.stdout.decode("utf-8", "replace") or "exit code " + str(done.returncode) if done.returncode else ""
 except (OSError, subprocess.TimeoutExpired) as error:
     trouble = str(error)
-print(sys.version.split()[0], os.path.exists(os.path.expanduser(sys.argv[1])), json.dumps(trouble[-500:]))
+trouble = " ".join(trouble.split())[-300:].encode("ascii", "replace").decode()
+print(sys.version.split()[0], os.path.exists(os.path.expanduser(sys.argv[1])), trouble or "ok")
 """
-"""Prints the version of Python, whether a file of the login node exists on this node, and why ``srun --overlap`` fails."""
+"""Prints the version of Python, whether a file of the login node exists here, and ``ok`` or why ``srun --overlap`` fails."""
 
 _ALLOCATION = Allocation(workflow="check", group="check", attempt=0)
 
@@ -243,9 +244,9 @@ class _Check:
         fields = done.stdout.decode("utf-8", "replace").split(maxsplit=2)
         if len(fields) == 3:
             yield from self._python_findings(template.python, template.root, *fields[:2], is_at_login=bool(path))
-            if fields[2].strip() != '""':
+            if (trouble := plain(fields[2]).strip()) != "ok":
                 yield error(
-                    "slurm", self._at, f"`srun --overlap` fails on a node: {plain(fields[2]).strip()[:300]}",
+                    "slurm", self._at, f"`srun --overlap` fails on a node: {trouble}",
                     "distflow starts and reaches tasks with it: ask the administrators of the cluster to allow it",
                 )  # fmt: skip
         elif re.search("execve|No such file|not found|Permission denied", error_text(done)):
