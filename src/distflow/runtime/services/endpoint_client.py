@@ -73,7 +73,7 @@ def _send(peer: socket.socket) -> None:
                 break
             peer.sendall(data)
     except OSError:
-        pass
+        return  # the main thread sees how the connection ended
     os._exit(0)  # the node sees the end of the connection
 
 
