@@ -299,6 +299,9 @@ def test_an_engine_that_cannot_be_asked_is_unreachable_and_lost_answers_do_no_ha
     with pytest.raises(RequestRefused, match="`squeue` was not found") as caught:
         open_engine(slurm, login=login).request(wanted(1))
     assert "`login`" in caught.value.hint
+    login.loses = "sh"  # the whole script is one argument
+    with pytest.raises(NodeUnreachable, match="`scancel` was not found"):
+        engine.release([job])
     assert slurm.jobs() == [job]
 
 

@@ -93,21 +93,23 @@ class SlurmCommands:
         """The login node's name."""
         return self._login.name
 
-    def run(self, *command: str, input: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Completed:
-        """Run a command to its end. Raises ``NodeUnreachable``, and ``CommandMissing`` if it is not installed."""
+    def run(self, *command: str, program: str = "", input: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Completed:
+        """Run a command to its end. Raises ``NodeUnreachable``, and ``CommandMissing`` if ``program`` is not installed.
+
+        ``program`` is the command's first word unless it is given.
+        """
         done = self._login.run(command, input=input, timeout_s=timeout_s)
         if done.exit_code == 127:
-            program = next(word for word in command if word != "env" and "=" not in word)
             raise CommandMissing(
                 self.node,
-                f"`{program}` was not found",
+                f"`{program or command[0]}` was not found",
                 hint="set `login` of the pool to a machine with the commands of Slurm, and add their directory to its PATH",
             )
         return done
 
     def query(self, *command: str) -> str:
         """Return the output of a command, with times in seconds since the epoch. Raises ``NodeUnreachable`` if it fails."""
-        done = self.run("env", _TIMES, *command)
+        done = self.run("env", _TIMES, *command, program=command[0])
         if done.exit_code != 0:
             raise self.failure(command[0], done)
         return done.stdout.decode("utf-8", "replace")

@@ -89,7 +89,7 @@ class JobEnd(Struct, frozen=True):
     canceled_by: str
     """Name or ``user <uid>`` of the user that canceled it; empty if that is unknown."""
     log: str
-    """The last messages of its script; empty unless the script failed and the file can be read on the login node."""
+    """The last messages of its script; empty if the script succeeded or the login node cannot read the file with them."""
 
     def state_of(self, job: str, components: Sequence[Component], down: Collection[str]) -> AllocationState | None:
         """Return the state of a job that ``squeue`` did not list as active; ``None`` if Slurm did not answer.

@@ -65,15 +65,18 @@ _TEMPORARY = (
 
 _REMEDIES: Sequence[tuple[str, str]] = (
     ("policy", "request less in the spec; `sacctmgr show associations user=$USER` and `sacctmgr show qos` list your limits"),
-    ("invalid partition", "change `slurm.partition` of the pool; `sinfo -s` lists partitions"),
+    ("invalid partition", "change `slurm.partition` of the pool, or `partition` of the platform; `sinfo -s` lists partitions"),
     ("account", "change `slurm.account` of the pool; `sacctmgr show associations user=$USER` lists your accounts"),
-    ("partition", "change `slurm.partition` of the pool; `sinfo -s` lists partitions"),
+    ("partition", "change `slurm.partition` of the pool, or `partition` of the platform; `sinfo -s` lists partitions"),
     ("qos", "change `slurm.qos` of the pool; `sacctmgr show associations user=$USER` lists the QOS that you may use"),
     ("reservation", "change `slurm.reservation` of the pool; `scontrol show reservation` lists reservations"),
-    ("generic resource", "change `slurm.gres` of the pool; `sinfo -o '%N %G'` lists generic resources"),
-    ("gres", "change `slurm.gres` of the pool; `sinfo -o '%N %G'` lists generic resources"),
-    ("feature", "change `slurm.constraint` of the pool; `sinfo -o '%N %f'` lists features"),
-    ("constraint", "change `slurm.constraint` of the pool; `sinfo -o '%N %f'` lists features"),
+    (
+        "generic resource",
+        "change `slurm.gres` of the pool, or `gres` of the platform; `sinfo -o '%N %G'` lists generic resources",
+    ),
+    ("gres", "change `slurm.gres` of the pool, or `gres` of the platform; `sinfo -o '%N %G'` lists generic resources"),
+    ("feature", "change `slurm.constraint` of the pool, or `constraint` of the platform; `sinfo -o '%N %f'` lists features"),
+    ("constraint", "change `slurm.constraint` of the pool, or `constraint` of the platform; `sinfo -o '%N %f'` lists features"),
     (
         "time limit",
         "set a shorter `exec_timeout` in the spec, or `slurm.time` of the pool; `sinfo -o '%P %l'` lists time limits",
@@ -161,7 +164,7 @@ def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, no
         else:
             extra.append(option)
     time_s = settings.time_s if wanted.time_limit_s is None else wanted.time_limit_s
-    given: Iterable[tuple[str, object]] = (
+    options: Iterable[tuple[str, object]] = (
         ("job-name", plain(wanted.label)[:120]),
         ("comment", wanted.allocation.marker),
         ("output", "/dev/null"),
@@ -181,7 +184,7 @@ def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, no
     )
     return [
         "--no-requeue",
-        *(f"--{name}={value}" for name, value in given if value),
+        *(f"--{name}={value}" for name, value in options if value),
         *(["--exclusive"] if settings.exclusive else []),
         *extra,
     ]

@@ -133,31 +133,34 @@ class _Check:
         """Return the partitions with their settings, by name."""
         return partitions_of(self._commands.query(*SHOW_PARTITIONS))
 
-    def partition(self, platform: str, settings: SlurmPlatform, known: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    def partition(
+        self, platform: str, settings: SlurmPlatform, partitions: Mapping[str, Mapping[str, str]]
+    ) -> Iterator[Finding]:
         """Check that the partitions of a platform exist, are up, and allow the pool's time limit.
 
         If none is configured, only check that the cluster has a default partition.
         """
         wanted = settings.partition or self.settings.partition
         if wanted is None:
-            if not any(one.get("Default") == "YES" for one in known.values()):
+            if not any(one.get("Default") == "YES" for one in partitions.values()):
                 yield error(
                     "slurm", self._at, f"the cluster has no default partition{_of(platform)}",
-                    f"set `slurm.partition` of the pool; the cluster has {listed(sorted(known))}",
+                    f"set `slurm.partition` of the pool; the cluster has {listed(sorted(partitions))}",
                 )  # fmt: skip
             return
         for name in wanted.split(","):
-            if name not in known:
+            if name not in partitions:
                 yield error(
                     "slurm", self._at, f"there is no partition `{name}`{_of(platform)}",
-                    did_you_mean(name, known, what="partitions"),
+                    did_you_mean(name, partitions, what="partitions"),
                 )  # fmt: skip
                 continue
-            state, limit = known[name].get("State", "UP"), parse_limit(known[name].get("MaxTime", ""))
+            state, limit = partitions[name].get("State", "UP"), parse_limit(partitions[name].get("MaxTime", ""))
             if state != "UP":
+                key = "`partition` of the platform" if settings.partition else "`slurm.partition` of the pool"
                 yield error(
                     "slurm", self._at, f"partition `{name}` is {plain(state)}",
-                    "choose another partition in `slurm.partition` of the pool, or ask the administrators of the cluster",
+                    f"choose another partition in {key}, or ask the administrators of the cluster",
                 )  # fmt: skip
             if limit is not None and self.settings.time_s is not None and self.settings.time_s > limit:
                 yield error(
@@ -166,7 +169,7 @@ class _Check:
                 )  # fmt: skip
             limits = (
                 [f"{nodes} {'node' if nodes == '1' else 'nodes'}"]
-                if (nodes := known[name].get("MaxNodes", "")).isdecimal()
+                if (nodes := partitions[name].get("MaxNodes", "")).isdecimal()
                 else []
             )
             limits += [seconds_text(limit)] if limit is not None else []
@@ -197,7 +200,9 @@ class _Check:
         """Let Slurm check a job of one node, with one GPU if nodes have them, without submitting it."""
         node = NodeRequest(task="check", gpus=int(self._has_gpus.get(platform, False)), platform=platform or None)
         command = sbatch_arguments(self._pool, _request(node), [(node,)])
-        done = self._commands.run("env", "SLURM_TIME_FORMAT=%s", *command, "--test-only", input=b"#!/bin/sh\n")
+        done = self._commands.run(
+            "env", "SLURM_TIME_FORMAT=%s", *command, "--test-only", program=command[0], input=b"#!/bin/sh\n"
+        )
         if done.exit_code == 0:
             start = re.search(r" to start at ([0-9]{9,11}) ", error_text(done))
             when = f"; it would start at {local_minute(float(start[1]))}" if start is not None else ""
@@ -262,7 +267,7 @@ class _Check:
                 "",
             )
 
-    def _python_findings(self, python: str, root: str, version: str, is_seen: str, *, is_at_login: bool) -> Iterator[Finding]:
+    def _python_findings(self, python: str, root: str, version: str, exists: str, *, is_at_login: bool) -> Iterator[Finding]:
         trouble = python_trouble(0, version)
         if trouble:
             yield error(
@@ -273,7 +278,7 @@ class _Check:
         if is_at_login:
             sharing = (
                 "shared with the login node"
-                if is_seen == "True"
+                if exists == "True"
                 else "not shared with the login node: files are sent to each node"
             )
             yield note("root", self._at, f"`{root}` is {sharing}", "")

@@ -198,7 +198,8 @@ class SlurmEngine:
         if not jobs:
             return
         logs = " ".join(log_path(self._template.root, job) for job in jobs)
-        done = self._commands.run("sh", "-c", f'scancel "$@"; code=$?; rm -f {logs}; exit $code', "sh", *jobs)
+        script = f'scancel "$@"; code=$?; rm -f {logs}; exit $code'
+        done = self._commands.run("sh", "-c", script, "sh", *jobs, program="scancel")
         failures = [line for line in error_text(done).split("; ") if re.search(_ENDED_ALREADY, line) is None]
         if done.exit_code != 0 and failures:
             raise self._commands.failure("scancel", done)
