@@ -167,13 +167,13 @@ class MultiplexedChannel:
 
     # -- for the transport
 
-    def complete(self, program: str, given: bytes, deadline: Deadline) -> Completed:
+    def complete(self, program: str, stdin: bytes, deadline: Deadline) -> Completed:
         """Give the command its input, and wait for its end."""
         node = self._connection.node
         try:
             # A command may end without reading all of its input.
             with contextlib.suppress(NodeUnreachable):
-                self._write(given, deadline)
+                self._write(stdin, deadline)
                 self.end()
             with self._connection.lock:
                 self._changed.wait_for(lambda: self._is_over or self._is_cut, deadline.left())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from distflow.errors import NodeUnreachable
+from distflow.transports.ssh import load_ssh
 from distflow.transports.ssh.config import Hop, SshConfigError, SshDestination, pick_algorithms, resolve_hop
 from distflow.transports.ssh.sockets import unknown_names
 
@@ -54,3 +57,14 @@ def test_only_names_without_a_dns_entry_are_unknown(tmp_path: Path, monkeypatch:
     found = unknown_names([SshDestination(host=host, config_file=str(config)) for host in hosts])
     assert found == [None, "gone.example", None, None, None, "gpu9", None]
     assert looked_up == {"127.0.0.1", "gone.example", "later", "gpu9"}
+
+
+def test_a_name_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: is_over.wait(60) and [])
+    transport = load_ssh()("gpu1", SshDestination(host="gpu1.lab", user="u", config_file="none", connect_timeout_s=0.3))
+    with pytest.raises(NodeUnreachable, match=r"cannot be looked up \(no answer within 0\.3 s\)") as caught:
+        transport.run(["true"], timeout_s=60.0)
+    assert "name servers" in caught.value.hint
+    is_over.set()
+    transport.close()

@@ -152,7 +152,9 @@ def _refusal(
     elif tried and hung_up:
         why = "; perhaps too many keys were tried" if count > 1 else ""
         message = f"{endpoint} closed the connection after {which}{why}"
-        hints.append("set the right key: `identity_file` of the node, or `IdentityFile` with `IdentitiesOnly yes`")
+        hints.append(
+            "name the right key (`identity_file` of the node, or `IdentityFile`), and set `IdentitiesOnly yes` in ~/.ssh/config"
+        )
     elif tried:
         message = f"{endpoint} refused {which}"
     elif not takes_keys:

@@ -221,13 +221,13 @@ _defaults_lock = threading.Lock()
 
 
 def _read_with_openssh(hop: Hop, config_file: str | None) -> Values:
-    given = [*(["-p", str(hop.port)] if hop.port is not None else []), *(["-l", hop.user] if hop.user is not None else [])]
+    options = [*(["-p", str(hop.port)] if hop.port is not None else []), *(["-l", hop.user] if hop.user is not None else [])]
     if config_file == "none":
         return _without_files(hop)
     with _defaults_lock:
         if not _defaults:
             _defaults.update(_run_ssh(["-F", "none", "localhost"]))
-    found = _run_ssh([*_file_arguments(config_file), *given, "--", hop.host])
+    found = _run_ssh([*_file_arguments(config_file), *options, "--", hop.host])
     always = ("hostname", "port", "user")
     return {key: values for key, values in found.items() if key in always or values != _defaults.get(key)}
 

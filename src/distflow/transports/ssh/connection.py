@@ -169,7 +169,7 @@ class SshConnection:
         transport = self._transport
         if transport is None or transport.is_active():
             return ""
-        return transport.disconnect_reason or explain(self.node, self.endpoint, transport.saved_exception).message
+        return transport.disconnect_reason or explain(self.node, self.endpoint, transport.saved_exception).detail
 
     def close(self) -> None:
         """Close the connection, with its sockets and processes."""
@@ -260,7 +260,7 @@ class SshConnection:
             with foreign_errors(self.node, endpoint):
                 sock = connect_tcp(host, deadline)
         except NodeUnreachable as error:
-            if deadline.has_passed:
+            if deadline.has_passed and not isinstance(error.__cause__, socket.gaierror):
                 raise NodeUnreachable(
                     self.node, f"{endpoint} did not answer within {deadline.seconds:g} s", hint=error.hint
                 ) from error
@@ -370,15 +370,15 @@ class SshConnection:
         )
 
     def _ssh_command(self, host: SshHost) -> str:
-        given = self._destination
+        destination = self._destination
         words = ["ssh"]
-        if given.config_file is not None:
-            words += ["-F", given.config_file]
-        if given.known_hosts_files:
-            words += ["-o", f"UserKnownHostsFile={given.known_hosts_files[0]}"]
-        if host.alias == given.host:
-            words += ["-p", str(given.port)] if given.port is not None else []
-            words += ["-l", given.user] if given.user is not None else []
+        if destination.config_file is not None:
+            words += ["-F", destination.config_file]
+        if destination.known_hosts_files:
+            words += ["-o", f"UserKnownHostsFile={destination.known_hosts_files[0]}"]
+        if host.alias == destination.host:
+            words += ["-p", str(destination.port)] if destination.port is not None else []
+            words += ["-l", destination.user] if destination.user is not None else []
         return quote([*words, host.alias, "true"])
 
 

@@ -133,7 +133,7 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
     try:
         found = answer.get(timeout=deadline.left())
     except queue.Empty:
-        raise TimeoutError from None
+        raise socket.gaierror(socket.EAI_AGAIN, f"no answer within {deadline.seconds:g} s") from None
     if isinstance(found, OSError):
         raise found
     return found

@@ -28,7 +28,8 @@ class SshTransport:
     2. Threads that need the connection at the same time share one connection attempt and its outcome.
     3. ``HostKeyUnknown``, ``HostKeyMismatch`` and ``AuthenticationRefused`` need an action of a person; other errors may be
        temporary.
-    4. After ``close``, every call raises ``NodeUnreachable``, also a call that waits for a connection attempt.
+    4. After ``close``, every new call raises ``NodeUnreachable``. A call that waits for a connection attempt raises that or the
+       error of the attempt.
     """
 
     def __init__(self, name: str, destination: SshDestination) -> None:
@@ -189,8 +190,8 @@ class SshStream:
         _close_channel(self._connection, self._channel, self._channel.close)
 
 
-def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, deadline: Deadline) -> Completed:
-    """Run a command with ``given`` as its input; stop it and raise ``NodeUnreachable`` when ``deadline`` passes."""
+def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, deadline: Deadline) -> Completed:
+    """Run a command with ``stdin`` as its input; stop it and raise ``NodeUnreachable`` when ``deadline`` passes."""
     program, mark = argv[0], f"distflow-{secrets.token_hex(8)}"
     stderr = bytearray()
     pid = re.compile(rf"{mark} (\d+)\n".encode())
@@ -205,7 +206,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, dea
     def feed() -> None:
         # A command may end without reading all of its input.
         with contextlib.suppress(NodeUnreachable, *FOREIGN), connection.on_behalf_of(channel):
-            _send(connection, channel, given)
+            _send(connection, channel, stdin)
             channel.shutdown_write()
 
     def stop() -> None:
