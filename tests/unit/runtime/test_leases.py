@@ -56,6 +56,16 @@ def test_reading_a_lock_does_not_prevent_locking_it(directory: int) -> None:
             reader.join()
 
 
+def test_a_file_that_others_only_read_has_no_holder(directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_files, "_LOCK_TRIES", 2)
+    os.close(lease_files.lock(directory, PORT, {"user": "ada", "attempt": "w/g/t/0", "pid": 1})[0])
+    reader = os.open(PORT, os.O_RDONLY, dir_fd=directory)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    found = lease_files.lock(directory, PORT, {"user": "me"})
+    assert found == (-1, "", f"{PORT}: other processes lock it for reading; `lslocks` shows which")
+    os.close(reader)
+
+
 def test_the_holder_of_a_lock_is_named(directory: int) -> None:
     holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
     fd, _, _ = lease_files.lock(directory, PORT, holder)
@@ -218,7 +228,9 @@ def test_shared_locks_of_another_user_do_not_block_an_agent(
             name = tmp_path / "leases" / f"claim-{os.getuid()}-{number}.lock"
             file = held.enter_context(name.open("w"))
             fcntl.flock(file, fcntl.LOCK_SH)
-        with pytest.raises(OpError, match="other processes keep 1 file `claim") as caught:
+        with pytest.raises(
+            OpError, match=r"CPUs or memory: claim-\d+-0\.lock: other processes lock it for reading; `lslocks` shows which$"
+        ) as caught:
             node_leases.take(str(tmp_path / "leases"), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
         assert caught.value.kind == "busy"
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from distflow.runtime.leases import node_leases, tickets
+from distflow.runtime.leases.gpu_users import GpuUser
 from distflow.runtime.wire import OpError
 
 GPUS = [0, 1]
@@ -21,6 +22,7 @@ class Queue:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
+        self.users: list[GpuUser] = []
         self.at = 1_800_000_000.0
         monkeypatch.setattr(tickets, "now", lambda: self.at)
         monkeypatch.setattr(tickets, "_waiting", {})
@@ -31,7 +33,7 @@ class Queue:
     def request(self, gang: str, gpus: int = 2, **wanted: tuple[int, int]) -> node_leases.Held | str:
         """Request GPUs. Returns the lease, or the error."""
         try:
-            return node_leases.take(str(self.folder), gpus, GPUS, None, self.holder(gang), wanted)
+            return node_leases.take(str(self.folder), gpus, GPUS, None, self.holder(gang), wanted, self.users)
         except OpError as error:
             return f"{error.kind}: {error.message}"
 
@@ -96,6 +98,19 @@ def test_gpus_that_no_ticket_needs_can_be_leased(queue: Queue) -> None:
     one = queue.lease("waiting", 1)  # it now requests one GPU, so the other GPU is free
     queue.lease("later", 1).close()
     one.close()
+
+
+def test_a_process_that_ended_after_the_query_of_the_gpus_occupies_none(queue: Queue) -> None:
+    first = queue.lease("first")
+    queue.request("waiting", 1)
+    first.close()
+    queue.at += 1
+    for pid, is_leased in ((os.getpid(), False), (1 << 30, True)):
+        queue.users = [{"gpu": 1, "pid": pid, "words": "another program"}]
+        held = queue.request("later", 1)
+        assert isinstance(held, node_leases.Held) == is_leased, held
+        if isinstance(held, node_leases.Held):
+            held.close()
 
 
 def test_a_gang_that_stops_requesting_delays_no_other_gang(queue: Queue) -> None:

@@ -174,7 +174,7 @@ def read_holder(fd: int) -> Optional[Json]:
 
 
 def _flock(fd: int) -> None:
-    """Lock a file. Wait for the shared locks of readers (``read_held``). Raises ``BlockingIOError`` if it has a holder."""
+    """Lock a file. Wait for readers (``read_held``). Raises ``BlockingIOError`` if it has a holder, else ``OSError``."""
     for _ in range(_LOCK_TRIES):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +183,7 @@ def _flock(fd: int) -> None:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(fd, fcntl.LOCK_UN)
             time.sleep(_LOCK_RETRY_S)  # noqa: TID251  flock has no time limit
-    raise BlockingIOError(errno.EWOULDBLOCK, "other processes repeatedly checked the lock file")
+    raise OSError(errno.EBUSY, "other processes lock it for reading; `lslocks` shows which")
 
 
 def read_held(directory: int, name: str) -> Optional[Json]:

@@ -110,6 +110,10 @@ def _take_gpus(
     users: Sequence[GpuUser],
     kept: ReservedAmounts,
 ) -> None:
+    def user_of(gpu: int) -> Optional[GpuUser]:
+        # A process that has ended since the query does not count.
+        return next((one for one in users if one["gpu"] == gpu and os.path.exists("/proc/{}".format(one["pid"]))), None)
+
     others: List[Tuple[int, str]] = []
     errors: List[str] = []
     for gpu in gpu_ids:
@@ -117,8 +121,7 @@ def _take_gpus(
             break
         name = "gpu-{}.lock".format(int(gpu))
         fd, who, error = lock(directory, name, holder)
-        # A process that has ended since the query does not count.
-        user = next((one for one in users if one["gpu"] == gpu and os.path.exists("/proc/{}".format(one["pid"]))), None)
+        user = user_of(gpu)
         if fd >= 0 and user is not None:
             os.close(fd)
             others.append((gpu, str(user["words"])))
@@ -135,8 +138,8 @@ def _take_gpus(
         raise OpError("busy", text + (". Cannot lock {}".format(", ".join(errors)) if errors else ""))
     reserved = min(kept.amounts.get("gpus", 0), len(gpu_ids)) if gpus else 0
     if reserved:
-        taken = set(held.gpu_ids) | {one["gpu"] for one in users}
-        idle = [gpu for gpu in gpu_ids if gpu not in taken and read_held(directory, "gpu-{}.lock".format(int(gpu))) is None]
+        others_free = [gpu for gpu in gpu_ids if gpu not in held.gpu_ids and user_of(gpu) is None]
+        idle = [gpu for gpu in others_free if read_held(directory, "gpu-{}.lock".format(int(gpu))) is None]
         if len(idle) < reserved:
             text = "{} of {} GPUs are free and {} {}"
             raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), reserved, _kept_for(kept, reserved)))
@@ -301,11 +304,13 @@ def _lock_own_file(directory: int, holder: Json) -> int:
     """Lock a free file of this user. Files are reused, because ending processes cannot remove them."""
     until = time.monotonic() + _SEARCH_S
     for number in range(_MAX_SHARES):
-        fd, _, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
+        fd, _, error = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
         if fd >= 0:
             return fd
         if time.monotonic() > until:
             break
+    if error:
+        raise OpError("busy", "cannot lock a file in the lease directory to lease CPUs or memory: {}".format(error))
     count = "{} file{}".format(number + 1, "s" if number else "")
     raise OpError(
         "busy",
