@@ -328,6 +328,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
         ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
         ("@@ATTEMPT_DIR@@/files", 126, "/files` is a directory"),
         ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),
+        ("@@ATTEMPT_DIR@@/files/closed", 126, "the interpreter in its first line (`#!`) is not executable"),
         ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
     ],
 )
@@ -335,6 +336,7 @@ def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest,
     files = [
         {"path": "files/plain", "text": "echo", "mode": 0o600},
         {"path": "files/garbage", "text": "echo hi", "mode": 0o755},
+        {"path": "files/closed", "text": "#!/etc/passwd\n", "mode": 0o755},
         {"path": "files/lost", "text": "#!/no/such/interpreter\n", "mode": 0o755},
     ]
     end, _ = node.run(node.connect(), [file], files=files)

@@ -206,5 +206,5 @@ def test_a_root_without_exec_runs_all_but_injected_programs(cli: Cli, tmp_path_f
         assert "[only] it runs\n" in good.out
         bad = cli.run("workflow", "submit", cli.spec(INJECTED.replace("COMMAND", "/tmp/entry.sh")), "--wait")
         assert bad.code == 1
-        assert "is mounted with `noexec`; start it with its interpreter" in bad.err, bad.err
+        assert "is mounted with `noexec`; copy it elsewhere, or start a script with its interpreter" in bad.err, bad.err
         lab.await_nothing_left()

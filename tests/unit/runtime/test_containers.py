@@ -185,6 +185,8 @@ def test_apptainer_pulls_an_image_once_to_a_file(with_apptainer: str, tmp_path: 
     assert "canary" not in words
     assert Path(with_apptainer, "login").read_text() == "me canary\n"
     assert [path.suffix for path in (tmp_path / "root" / "images").iterdir()] == [".sif"]
+    assert containers.pull({**box, "image": "oras://repo/image.sif"}, env, root)["was_there"] is False
+    assert Path(with_apptainer, "args").read_text().splitlines()[-1].endswith(" oras://repo/image.sif")
     with pytest.raises(OpError, match="cannot pull the image `none:1`: FATAL: no such image"):
         containers.pull({**box, "image": "none:1"}, env, root)
     (tmp_path / "mine.sif").touch()

@@ -232,7 +232,10 @@ def _why_refused(path: str) -> str:
     if is_directory:
         return "`{}` is a directory; name a program in it".format(path)
     if flags & os.ST_NOEXEC:
-        return "`{}` is on a file system that is mounted with `noexec`; start it with its interpreter".format(path)
+        remedy = "copy it elsewhere, or start a script with its interpreter"
+        return "`{}` is on a file system that is mounted with `noexec`; {}".format(path, remedy)
+    if os.access(path, os.X_OK):
+        return "`{}` cannot start, because the interpreter in its first line (`#!`) is not executable".format(path)
     return "`{}` is not executable; run `chmod +x` on it, or start it with its interpreter".format(path)
 
 

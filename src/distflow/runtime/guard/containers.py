@@ -144,23 +144,23 @@ def _argv(launch: Json) -> List[str]:
     return ["/bin/sh", "-c", 'PATH="$0:$PATH"; export PATH; exec "$@"', ":".join(launch["path"]), *launch["argv"]]
 
 
-def remove(known: Optional[Json]) -> Optional[str]:
+def remove(identity: Optional[Json]) -> Optional[str]:
     """Remove the container that ``identify`` described, with all its processes. Does nothing if it is gone.
 
     Returns an error message, or None.
     """
-    if not known:
+    if not identity:
         return None
-    env = dict(os.environ, **known["env"])
+    env = dict(os.environ, **identity["env"])
     try:
         # podman's `rm --force` alone would first wait ten seconds for processes that ignore TERM.
-        _run([known["program"], "kill", known["name"]], env, _REMOVE_S)
-        done = _run([known["program"], "rm", "--force", known["name"]], env, _REMOVE_S)
+        _run([identity["program"], "kill", identity["name"]], env, _REMOVE_S)
+        done = _run([identity["program"], "rm", "--force", identity["name"]], env, _REMOVE_S)
     except OpError as error:
-        return "its container `{}` could not be removed: {}".format(known["name"], error.message)
+        return "its container `{}` could not be removed: {}".format(identity["name"], error.message)
     if done.returncode == 0 or "no such container" in done.stderr.lower() or "no container with" in done.stderr.lower():
         return None
-    return "its container `{}` could not be removed: {}".format(known["name"], _last_lines(done.stderr))
+    return "its container `{}` could not be removed: {}".format(identity["name"], _last_lines(done.stderr))
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
@@ -199,29 +199,29 @@ def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
     ]
 
 
-def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
+def why_ended(identity: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
     """Return reason and message if the container was not created, or exceeded its memory limit; else two Nones.
 
-    Call it before ``remove``.
+    ``identity`` is the result of ``identify``. Call this function before ``remove``.
     """
     if exit_code == 125 and not os.path.exists(os.path.join(directory, _CREATED)):
         return EndReason.START_ERROR, "the container could not be created; the last lines of the output show the error"
-    if exit_code == 137 and known.get("memory"):
-        why = _memory_message(known)
+    if exit_code == 137 and identity.get("memory"):
+        why = _memory_message(identity)
         return (EndReason.EVICTED, why) if why else (None, None)
     return None, None
 
 
-def _memory_message(known: Json) -> Optional[str]:
+def _memory_message(identity: Json) -> Optional[str]:
     try:
-        words = [known["program"], "inspect", "--format", "{{.State.OOMKilled}}", known["name"]]
-        done = _run(words, dict(os.environ, **known["env"]), _INSPECT_S)
+        words = [identity["program"], "inspect", "--format", "{{.State.OOMKilled}}", identity["name"]]
+        done = _run(words, dict(os.environ, **identity["env"]), _INSPECT_S)
     except OpError:
         return None
     if done.stdout.strip() != "true":
         return None
     return "it used more memory than the {} that it requested (`memory`), so the kernel killed it".format(
-        size_text(known["memory"])
+        size_text(identity["memory"])
     )
 
 
@@ -376,7 +376,7 @@ def _run_with_apptainer(
 
 
 def _is_image_file(image: str) -> bool:
-    return image.startswith("/") or image.endswith(".sif")
+    return image.startswith("/") or (image.endswith(".sif") and "://" not in image)
 
 
 def _image_path(image: str, root: str) -> str:
