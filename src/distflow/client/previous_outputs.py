@@ -20,6 +20,7 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.protocol.names import attempt_name
 from distflow.spec.model import EarlierInput, WorkflowSpec
+from distflow.state.directory import state_errors
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_prog
     Raises:
         InputError: if an output does not exist, or if its workflow has not ended.
         NodeError: if an output cannot be fetched.
+        StateError: if an output cannot be stored on this machine, such as on a full disk.
 
     """
     wanted = list(dict.fromkeys((one.workflow, one.task) for one in _earlier_inputs(spec)))
@@ -113,15 +115,17 @@ def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, ta
 def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnFetch) -> list[Fetched]:
     """Fetch outputs into the directory ``blobs``, and return one result for each source, in order.
 
-    Raises ``NodeError`` for the first output that cannot be fetched. The error names the task.
+    Raises ``NodeError`` for the first output that cannot be fetched. The error names the task. Raises ``StateError`` if
+    an output cannot be stored in ``blobs``, such as on a full disk.
     """
-    blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Use a separate directory, because the supervisor cleans up its own directory of incoming files.
-    with tempfile.TemporaryDirectory(prefix="incoming-", dir=blobs.parent) as folder:
-        fetched = [_fetch(source, Path(folder), on_progress) for source in sources]
-        for digest in {one.digest for one in fetched}:
-            os.replace(Path(folder) / digest, blobs / digest)
-        return fetched
+    with state_errors(blobs):
+        blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Use a separate directory, because the supervisor cleans up its own directory of incoming files.
+        with tempfile.TemporaryDirectory(prefix="incoming-", dir=blobs.parent) as folder:
+            fetched = [_fetch(source, Path(folder), on_progress) for source in sources]
+            for digest in {one.digest for one in fetched}:
+                os.replace(Path(folder) / digest, blobs / digest)
+            return fetched
 
 
 def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
