@@ -3,8 +3,8 @@
 """Fine-tune a pretrained Hugging Face language model with sharded weights. Read and write safetensors files.
 
 ``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. After a rank was killed, the
-next attempt continues from the newest checkpoint and ends with the same weights. The training data are random tokens; replace
-them with your own data.
+next attempt continues from the newest checkpoint and ends with the weights of an undisturbed run. The training data are random
+tokens; replace them with your own data.
 """
 
 from __future__ import annotations

@@ -146,9 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = Gpt(layers=options.layers, hidden=options.hidden, heads=options.heads, context=options.context)
     plan = world.parallelize(model, strategy, loss=loss_of)
     optimizer = torch.optim.AdamW(plan.model.parameters(), lr=3e-3)
-    text, draw = read_text(options.text), {"size": options.batch_size, "context": options.context, "shard": plan.data_shard}
+    text, sampling = read_text(options.text), {"size": options.batch_size, "context": options.context, "shard": plan.data_shard}
     for step in range(options.steps):
-        inputs, targets = (one.to(world.device) for one in batch_of(text, step=step, **draw))
+        inputs, targets = (one.to(world.device) for one in batch_of(text, step=step, **sampling))
         loss = plan.forward_backward(inputs, targets, loss_of, micro_batches=options.accumulate)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # mypy: allow-untyped-calls
-"""Train a small network. If a rank is killed at any moment, the next attempt continues and ends with the same weights.
+"""Train a small network. If a rank is killed at any moment, the next attempt ends with the weights of an undisturbed run.
 
 ``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. The checkpoint holds the
 weights, the optimizer, the random state and the position in the epoch. Standard output has JSON lines; at the end of

@@ -228,7 +228,8 @@ class StoreBroken(StateError):
 class WorkflowEnded(DistflowError):
     """The workflow ended and did not complete, or a rank of a function did not return a usable value.
 
-    Calls that wait for a workflow raise this, and so does port forwarding to a task that has ended.
+    ``Workflow.raise_for_status``, the results of functions and ``submit --wait`` raise this, and so does port forwarding to a
+    task that has ended.
     """
 
     exit_code = 1

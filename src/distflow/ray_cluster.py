@@ -97,10 +97,10 @@ def _start(args: argparse.Namespace) -> list[str]:
 
 def _await_nodes(wanted: int, seconds: float) -> int:
     """Wait until ``wanted`` nodes are alive, at most ``seconds``. Return the number of live nodes; 0 if Ray does not answer."""
-    asked = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _AWAIT, str(wanted), str(seconds)], capture_output=True, text=True, check=False
     )  # fmt: skip
-    for line in asked.stdout.splitlines():
+    for line in result.stdout.splitlines():
         word, _, number = line.partition(" ")
         if word == "nodes":
             return int(number)

@@ -106,7 +106,7 @@ def test_an_unknown_kind_is_named(mesh: dict[str, object]) -> None:
     "text", ["fsdp", "[]", "{}", '{"kind": "ddp", "mesh": 3}', '{"kind": "dpp", "mesh": {"shape": [2], "names": ["dp"]}}']
 )
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"DISTFLOW_STRATEGY is {re.escape(repr(text))}, not JSON such as"):
+    with pytest.raises(ValueError, match=f"DISTFLOW_STRATEGY is {re.escape(repr(text))}, not a valid strategy such as"):
         current_strategy({"DISTFLOW_STRATEGY": text})
 
 

@@ -20,7 +20,7 @@ from distflow.layout.strategy.model import parse_strategy
 from distflow.lifecycle.states import Reason
 from distflow.testing.waiting import wait_until
 from distflow.train import world
-from distflow.train.world import WorldError, _gather, _meet, _place
+from distflow.train.world import WorldError, _place, _register_and_wait, _rendezvous
 from train.conftest import DEADLINE_S, Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -398,7 +398,7 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
 def test_a_process_without_a_rank_meets_nobody(environment: dict[str, str]) -> None:
     place = _place(environment, "gloo")
     assert place.size == 1
-    assert isinstance(_meet(environment, place, timedelta(seconds=1)), HashStore)
+    assert isinstance(_rendezvous(environment, place, timedelta(seconds=1)), HashStore)
 
 
 def test_a_rank_that_comes_at_the_last_moment_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_a_rank_that_comes_at_the_last_moment_is_there(monkeypatch: pytest.Monke
         return now()
 
     monkeypatch.setattr(time, "monotonic", and_then_it_comes)
-    _gather(meeting, {}, place, timedelta(seconds=1), deadline=now() - 1)
+    _register_and_wait(meeting, {}, place, timedelta(seconds=1), deadline=now() - 1)
     assert other.get("size") == b"2"
 
 
@@ -500,7 +500,7 @@ def meet(ranks: list[tuple[int, int]], timeout_s: float) -> list[str]:
     def one(rank: int, size: int) -> str:
         environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         try:
-            stores.append(_meet(environment, _place(environment, "gloo"), timedelta(seconds=timeout_s)))
+            stores.append(_rendezvous(environment, _place(environment, "gloo"), timedelta(seconds=timeout_s)))
         except WorldError as error:
             return str(error)
         return ""

@@ -674,7 +674,7 @@ def list_workflows(
     """
     statuses = _several(status)
     search = Search(
-        statuses=workflows.ends_of(statuses) if statuses else None,
+        statuses=workflows.parse_statuses(statuses) if statuses else None,
         name=name,
         pools=_several(pool),
         tags=_several(tag),
@@ -714,10 +714,10 @@ def _overrides(values: Mapping[str, object] | None, secrets: Mapping[str, str] |
     for name, value in (secrets or {}).items():
         if not isinstance(value, str):
             raise InputError(f"the value of the secret `{name}` is not a string")
-    given = values or {}
+    variables = values or {}
     return Overrides(
-        sets=tuple((name, json.dumps(value, default=str)) for name, value in given.items() if not isinstance(value, str)),
-        set_strings=tuple((name, value) for name, value in given.items() if isinstance(value, str)),
+        sets=tuple((name, json.dumps(value, default=str)) for name, value in variables.items() if not isinstance(value, str)),
+        set_strings=tuple((name, value) for name, value in variables.items() if isinstance(value, str)),
         secrets={name: Secret(value) for name, value in (secrets or {}).items()},
     )
 

@@ -350,7 +350,7 @@ class OutputLost(_OfAttempt, frozen=True, kw_only=True):
 
 
 class OutputWaits(_OfAttempt, frozen=True, kw_only=True):
-    """Output of the attempt, and perhaps of others, stays on its node: this machine has no room for it now, or a disk error."""
+    """Output of the attempt, and perhaps of others, stays on its node, because this machine cannot store it now."""
 
 
 class Unanswered(_OfAttempt, frozen=True, kw_only=True):
@@ -393,7 +393,8 @@ class LogSink(Protocol):
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         """Store ``data`` at ``offset`` of a file. The same data may arrive again.
 
-        Raises ``OSError`` if this machine cannot store it, and ``ValueError`` for another file or after a gap.
+        Raises ``OSError`` if this machine cannot store the data. Raises ``ValueError`` if ``file`` is not a file of the
+        attempt, or if the file is shorter than ``offset``.
         """
         ...
 

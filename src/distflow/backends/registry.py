@@ -60,7 +60,7 @@ def require_supported(pool: Pool) -> None:
 
 
 def unknown_hosts(pool: Pool) -> Mapping[str, str]:
-    """Return the host name of each node of an SSH pool whose host name cannot be resolved. Takes at most about 2 s."""
+    """Return node → host name, for nodes of an SSH pool whose host name no name service knows. Takes at most about 2 s."""
     if pool.backend != "ssh":
         return {}
     from distflow.backends.machines.connection import destination  # noqa: PLC0415  only a hostfile needs it

@@ -86,17 +86,17 @@ def init(
     if samples:
         _print_samples(format_type)
         return
-    given = [one for one, value in _sources(command, from_sbatch, from_torchrun, sample) if value is not None]
+    options = [one for one, value in _sources(command, from_sbatch, from_torchrun, sample) if value is not None]
     if sample is not None:
         numbers = (("--nodes", nodes), ("--gpus", gpus), ("--nproc-per-node", ranks))
-        given += [one for one, value in numbers if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{given[0]} and {given[1]} cannot be combined", hint="remove one of them")
+        options += [one for one, value in numbers if value is not None]
+    if len(options) > 1:
+        raise InputError(f"{options[0]} and {options[1]} cannot be combined", hint="remove one of them")
     if sample is not None:
         files = copy_sample(sample, file=_file(name), force=force)
         _print_written(files, (), shlex.join(["distflow", "submit", str(files[0]), "--wait"]), format_type)
         return
-    source = f" {given[0]}" if given else ""
+    source = f" {options[0]}" if options else ""
     if from_sbatch is not None:
         draft, source = draft_from_sbatch(from_sbatch), f"{source} {from_sbatch}"
     elif from_torchrun is not None:
@@ -117,6 +117,7 @@ def init(
 
 
 def _sources(*values: object) -> list[tuple[str, object]]:
+    """Return each option that names a source of the spec, with its value."""
     return list(zip(("--command", "--from-sbatch", "--from-torchrun", "--sample"), values, strict=True))
 
 

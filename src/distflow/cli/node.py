@@ -81,7 +81,7 @@ def _raise_first(nodes: Sequence[PoolNode], errors: Sequence[str], hostfile: str
     if format_type is Format.JSON:
         raise typer.Exit(NodeError.exit_code)
     pool, node, error = failed
-    hint = f"details: {pool_check_command(pool.name, node.name, hostfile=hostfile)}"
+    hint = f"to check the node: {pool_check_command(pool.name, node.name, hostfile=hostfile)}"
     raise NodeError(node.name, error, hint=hint)
 
 

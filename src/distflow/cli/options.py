@@ -65,8 +65,8 @@ class CheckFormat(str, Enum):
     GITHUB = "github"
 
     @property
-    def plain(self) -> Format:
-        """The format of results. Annotations of GitHub are printed in addition to the text."""
+    def result_format(self) -> Format:
+        """The format of the results: text for ``github``, whose annotations are printed in addition."""
         return Format.JSON if self is CheckFormat.JSON else Format.TEXT
 
 

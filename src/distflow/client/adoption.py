@@ -204,13 +204,13 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableW
             except StateError as error:
                 unread[workflow.uuid] = error.message
     found = []
-    for uuid, known in copies.items():
+    for uuid, candidates in copies.items():
         # If one node has a record that this key signed, ignore the other records.
-        is_own = any(own for _, _, own in known)
-        accepted = [(pool, copy) for pool, copy, own in known if own or not is_own]
+        is_own = any(own for _, _, own in candidates)
+        accepted = [(pool, copy) for pool, copy, own in candidates if own or not is_own]
         copy, pool = latest(one for _, one in accepted), accepted[0][0]
-        at = {name: _report_of(copy, name, reports) for name, reports in attempts.get((pool.name, uuid), {}).items()}
-        found.append(AdoptableWorkflow(uuid=uuid, pool=pool, copy=copy, is_own=is_own, attempts=at))
+        reported = {name: _report_of(copy, name, reports) for name, reports in attempts.get((pool.name, uuid), {}).items()}
+        found.append(AdoptableWorkflow(uuid=uuid, pool=pool, copy=copy, is_own=is_own, attempts=reported))
     skipped = [AdoptedWorkflow(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in copies]
     return found, skipped
 
@@ -221,8 +221,8 @@ def _report_of(copy: WorkflowCopy, name: str, reports: list[AdoptedAttempt]) -> 
     Nodes that share their root directory all report the attempt.
     """
     group, task, number = name.split("/")[1:]
-    known = next((one for one in copy.record.groups if one.name == group), None)
-    attempt = known.find(task, int(number)) if known and number.isdigit() else None
+    group_record = next((one for one in copy.record.groups if one.name == group), None)
+    attempt = group_record.find(task, int(number)) if group_record and number.isdigit() else None
     return next((one for one in reports if attempt is not None and one.node == attempt.node), reports[0])
 
 

@@ -24,7 +24,7 @@ __all__ = ["Client", "now", "state_directory_of", "user_name"]
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch (UTC). Later changes of the machine's clock do not affect it."""
+    """Return the time in seconds since the epoch (UTC). Clock changes while this process runs do not affect it."""
     from distflow.backends import steady
 
     return steady.now()

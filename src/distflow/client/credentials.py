@@ -101,12 +101,12 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
     return check_credentials(spec, known, severity=severity)
 
 
-def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
-    """Return all secrets of a workflow: the ``given`` ones, credentials of tasks, and logins for container images.
+def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, secrets: Mapping[str, Secret]) -> dict[str, Secret]:
+    """Return the ``secrets`` of a submission, the credentials of its tasks, and the logins for its container images.
 
-    Raises ``InputError`` if a given one contains a NUL byte.
+    Raises ``InputError`` if one of the ``secrets`` contains a NUL byte.
     """
-    for name, value in given.items():
+    for name, value in secrets.items():
         if "\0" in value.reveal():
             message = f"the value of `{name}` contains a NUL byte, which an environment variable cannot contain"
             raise InputError(message, hint="pass it as base64, and decode it in the task")
@@ -114,7 +114,7 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Map
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {credential_key(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
     return {
-        **given,
+        **secrets,
         **values,
         **(_logins(plan, directory) if any(node.container not in ("none", "engine") for node in pool.node_settings) else {}),
     }

@@ -75,7 +75,8 @@ def upload_data(
     Raises:
         InputError: if the URL or the regular expression is not valid, or if the URL cannot be written.
         NotFound: if there are no files to upload.
-        StorageError: if a local file cannot be read, or if the storage is unreachable or refuses the access.
+        StorageError: if a local file cannot be read, if two files have the same name, or if the storage is unreachable or
+            refuses the access.
 
     """
     from distflow.storage.transfers import upload
@@ -291,7 +292,8 @@ def create_version(
     Raises:
         InputError: if the name or the regular expression is not valid, or if the name has a version and ``is_update`` is false.
         NotFound: if there are no files to upload, or if the version to update does not exist.
-        StorageError: if a local file cannot be read, or if the storage of datasets is unreachable or refuses the access.
+        StorageError: if a local file cannot be read, if two files have the same name, or if the storage of datasets is
+            unreachable or refuses the access.
 
     """
     if not is_update and ":" in name:

@@ -92,8 +92,8 @@ def choose_nodes(
 
     """
     configuration = client.configuration()
-    given = pool is not None or hosts is not None
-    pools = [choose_pool(configuration, given=pool, hosts=hosts)] if given else list(configuration.pools.values())
+    is_one_pool = pool is not None or hosts is not None
+    pools = [choose_pool(configuration, given=pool, hosts=hosts)] if is_one_pool else list(configuration.pools.values())
     nodes = [(one, node) for one in pools for node in one.nodes]
     for name in names or ():
         if all(node.name != name for _, node in nodes):

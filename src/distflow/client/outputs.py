@@ -241,8 +241,9 @@ def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place
         found.append(_Task(source=source, outputs=TaskOutputs(task=task.name, node=source.node, directory=directory)))
     if not found:
         earlier = sorted({one.attempt for group in record.groups for one in group.attempts if one.output_dir is not None})
-        which = " in its latest attempt" if earlier else ""
-        hint = f"to see the files of an earlier attempt, add --retry-id {earlier[-1]}" if earlier else ""
+        which = f" in attempt {attempt}" if attempt is not None else " in its latest attempt" if earlier else ""
+        kind = "an earlier" if attempt is None else "another"
+        hint = f"to see the files of {kind} attempt, add --retry-id {earlier[-1]}" if earlier else ""
         hint = hint or f"its status: distflow workflow query {record.id}"
         raise InputError(f"no task of {record.id} has run{which}, so there are no output files", hint=hint)
     return found

@@ -159,10 +159,10 @@ def usage_by_node(client: Client) -> UsageByNode:
             continue
         unknown -= {record.uuid}
         for group in groups:
-            asked = {demand.task: demand for demand in demands(plan.group(group.name))} if plan else {}
+            demand_of = {demand.task: demand for demand in demands(plan.group(group.name))} if plan else {}
             for task in group.tasks:
                 if task.node is not None and not task.state.is_final:
-                    found.setdefault((record.pool, task.node), []).append((f"{record.id}/{task.name}", asked[task.name]))
+                    found.setdefault((record.pool, task.node), []).append((f"{record.id}/{task.name}", demand_of[task.name]))
     unknown &= store.uuids(are_unfinished=True)  # ignore workflows that have just ended
     for name in sorted(name for uuid, name in (store.ids() if unknown else {}).items() if uuid in unknown):
         client.notify(f"warning: the usage of workflow {name} is not included: another version of distflow stored it")

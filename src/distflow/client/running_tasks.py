@@ -253,11 +253,11 @@ def read_stacks(
     """
     chosen = [(group, one) for group, one in choose_tasks(record, names) if one.state in _RUNNING]
     if not chosen:
-        given = f"{listed(names)} of {record.id} {'is' if len(names) == 1 else 'are'} not running"
-        message = given if names else describe_no_running_task(record)
+        named = f"{listed(names)} of {record.id} {'is' if len(names) == 1 else 'are'} not running"
+        message = named if names else describe_no_running_task(record)
         raise InputError(message, hint=f"details: distflow workflow query {record.id}")
     pool = client.store.pool(record.uuid)
-    asked = [
+    inspected = [
         InspectedTask(
             task=one.name,
             group=group,
@@ -266,8 +266,8 @@ def read_stacks(
         )
         for group, one in chosen
     ]
-    on_start(len({one.node.name for one in asked}))
-    return list(collect_stacks(pool, asked))
+    on_start(len({one.node.name for one in inspected}))
+    return list(collect_stacks(pool, inspected))
 
 
 _READ = 65536

@@ -257,7 +257,7 @@ def propose_placement(
 
 
 def unknown_platforms(pool: Pool, spec: WorkflowSpec) -> Mapping[str, Mark]:
-    """Return each platform of a spec that the pool of a cluster engine does not translate, and the mark of a task with it."""
+    """Return the platforms of a spec that the pool of a cluster engine does not define, each with the mark of a task."""
     return {
         platform: task.mark
         for group in spec.groups

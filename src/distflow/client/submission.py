@@ -266,10 +266,10 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
     from distflow.backends.machines.checks.findings import few
     from distflow.backends.machines.checks.interpreters import find_interpreters
 
-    pool, asked = planned.pool, [demand for group in planned.plan.groups for demand in demands(group)]
+    pool, requests = planned.pool, [demand for group in planned.plan.groups for demand in demands(group)]
 
     def may_get_a_task(node: Node) -> bool:
-        return any(isinstance(place([demand], [Free.whole(node)], shared=True), Placement) for demand in asked)
+        return any(isinstance(place([demand], [Free.whole(node)], shared=True), Placement) for demand in requests)
 
     nodes = list(filter(may_get_a_task, pool.nodes))
     venv, version = next((group.venv for group in planned.plan.groups), None), f"{sys.version_info[0]}.{sys.version_info[1]}"

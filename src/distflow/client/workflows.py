@@ -33,7 +33,6 @@ __all__ = [
     "change_tags",
     "check_command",
     "choose_tasks",
-    "ends_of",
     "find_workflow",
     "group_of",
     "held_ranks",
@@ -41,6 +40,7 @@ __all__ = [
     "list_tasks",
     "list_workflows",
     "outputs_until",
+    "parse_statuses",
     "pause",
     "plan_of",
     "pool_of",
@@ -108,8 +108,11 @@ def list_workflows(client: Client, search: Search, *, count: int = 20, offset: i
     return records
 
 
-def ends_of(statuses: Sequence[str]) -> tuple[tuple[WorkflowState, Reason | None], ...]:
-    """Return every pair of state and reason that is shown as one of these statuses. Raises ``InputError`` for unknown ones."""
+def parse_statuses(statuses: Sequence[str]) -> tuple[tuple[WorkflowState, Reason | None], ...]:
+    """Return every pair of state and reason that is shown as one of these statuses. A status that only OSMO uses has none.
+
+    Raises ``InputError`` for an unknown status.
+    """
     known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
     for state in WorkflowState:
         for reason in (None, *Reason):
@@ -120,7 +123,7 @@ def ends_of(statuses: Sequence[str]) -> tuple[tuple[WorkflowState, Reason | None
             from distflow.documents.text import did_you_mean
 
             raise InputError(f"`{status}` is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
-    return tuple(end for status in statuses for end in known.get(status.upper(), ()))
+    return tuple(pair for status in statuses for pair in known.get(status.upper(), ()))
 
 
 def workflow_ids(client: Client) -> Mapping[str, str]:
@@ -407,9 +410,10 @@ def wait(
         if deadline is not None and time.monotonic() >= deadline:
             late = [record for record in records if not record.state.is_final]
             hint = [line for record in late for line in on_timeout(record)]
+            continuing = "it continues" if len(late) == 1 else "they continue"
             raise WaitTimeout(
                 f"{', '.join(one.id for one in late)} {'has' if len(late) == 1 else 'have'} not ended within {timeout_s:g} s",
-                hint="\n".join([*hint, f"it continues to run; the supervisor's log: {client.directory.supervisor_log}"]),
+                hint="\n".join([*hint, f"{continuing} to run; the supervisor's log: {client.directory.supervisor_log}"]),
             )
         polls += 1
         if polls % _WAKE_EVERY == 0:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from distflow.diagnosis.ends import HIDDEN, by_kernel, by_other_ends
+from distflow.diagnosis.ends import HIDDEN, by_ends, by_kernel
 from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, Hit, Level, TaskOutcome, hits_in
 from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 from distflow.state.event_details import HangOver, HangSuspected
@@ -59,7 +59,7 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     if killed is not None:
         return (killed,)
     matches = _matches(case)
-    ended = by_other_ends(case)
+    ended = by_ends(case)
     first = case.first.task if case.first else None
     if case.first is not None and case.first.traceback:
         if not any(one.explains(case.first) for one in matches):
@@ -245,7 +245,7 @@ def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
 
 
 def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
-    """Return the last report of this attempt that the gang is silent; empty if there is none, or if it is over."""
+    """Return the last report of this attempt that the gang is silent; empty if there is none, or if the silence is over."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
     silence = ""

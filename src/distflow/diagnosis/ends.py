@@ -9,7 +9,7 @@ from distflow.diagnosis.model import Case, Diagnosis, TaskOutcome
 from distflow.diagnosis.rules import HANG, HOST_MEMORY, Rule
 from distflow.lifecycle.states import Reason
 
-__all__ = ["END_RULES", "HIDDEN", "by_kernel", "by_other_ends"]
+__all__ = ["END_RULES", "HIDDEN", "by_ends", "by_kernel"]
 
 KILLED = Rule(
     key="killed",
@@ -147,7 +147,7 @@ def by_kernel(case: Case) -> Diagnosis | None:
     return None
 
 
-def by_other_ends(case: Case) -> tuple[Diagnosis, ...]:
+def by_ends(case: Case) -> tuple[Diagnosis, ...]:
     """Return the causes that the ends and events of a case show without the output, the most specific first."""
     found = (_from_signal(case), _from_reason(case), _from_silence(case), _from_missing(case))
     return tuple(one for one in found if one is not None)

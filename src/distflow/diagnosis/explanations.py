@@ -129,7 +129,7 @@ def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def interface(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the missing interface, that none was found, or the loopback address that a rank announced to another node.
+    """Return the missing interface, a note that none was found, or the loopback address that a rank announced to another node.
 
     On a single node, such an address is correct, so the result is ``None``.
     """

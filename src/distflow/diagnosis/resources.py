@@ -41,7 +41,7 @@ _LONG_STEP_RATIO = 1.15
 _GROWTH = 0.05
 """The minimum growth of memory, as a fraction of the memory after the first quarter of the run."""
 _SOON_S = 7 * 86400.0
-"""The time until the memory is full is shown only if it is shorter than these seconds."""
+"""The time until the memory is full is shown only if it is shorter than this (seconds)."""
 _MOST_SHOWN = 4
 
 IDLE = Rule(
@@ -175,12 +175,12 @@ def _gpus(use: ResourceUse) -> Iterator[_Gpu]:
     for number in sorted(int(match[1]) for match in map(_GPU.fullmatch, series) if match):
         prefix = f"system/gpu{number}/"
         own = {name.removeprefix(prefix): values for name, values in series.items() if name.startswith(prefix)}
-        values = {name: [one for one in given if one is not None] for name, given in own.items()}
+        values = {name: [one for one in samples if one is not None] for name, samples in own.items()}
         if values["utilization"]:
             yield _Gpu(use, number, values)
 
 
-def _named(numbers: Sequence[int]) -> str:
+def _gpu_names(numbers: Sequence[int]) -> str:
     return f"GPU{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
@@ -204,7 +204,7 @@ def _thermal(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     share = max(gpu.mean("throttle_thermal") or 0.0 for gpu in hot)
     warmest = max((one for gpu in hot for one in gpu.values.get("temperature", ())), default=None)
     degrees = f" at up to {warmest:.0f} °C" if warmest is not None else ""
-    return f"{_named([gpu.number for gpu in hot])} of {use.place}{degrees}, slowed down {share:.0%} of the time"
+    return f"{_gpu_names([gpu.number for gpu in hot])} of {use.place}{degrees}, slowed down {share:.0%} of the time"
 
 
 def _idle(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
@@ -212,11 +212,11 @@ def _idle(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     if not idle:
         return ""
     busy = [gpu for gpu in gpus if gpu not in idle]
-    words = f"{_named([gpu.number for gpu in idle])} of {use.place} did nothing for the last {_span(use)}"
+    words = f"{_gpu_names([gpu.number for gpu in idle])} of {use.place} did nothing for the last {_span(use)}"
     if not busy:
         return words
     mean = sum(gpu.utilization for gpu in busy) / len(busy)
-    return f"{words}, {_named([gpu.number for gpu in busy])} {'were' if len(busy) > 1 else 'was'} {mean:.0f}% busy"
+    return f"{words}, {_gpu_names([gpu.number for gpu in busy])} {'were' if len(busy) > 1 else 'was'} {mean:.0f}% busy"
 
 
 def _input_bound(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:

@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="disk-full",
-        shows="`No space left on device`; of `torch.save`, `inline_container.cc … unexpected pos`",
+        shows="`No space left on device`; from `torch.save`: `inline_container.cc … unexpected pos`",
         cause="a disk is full",
         remedy="Run `df -h` on the node. `distflow node clean` removes old workflows, and `keep_last` limits checkpoints.",
         patterns=_any(r"No space left on device", r"inline_container\.cc:\d+\].*unexpected pos \d+ vs \d+"),

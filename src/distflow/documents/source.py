@@ -99,7 +99,7 @@ def _similar_file(path: str) -> str:
         with os.scandir(folder or ".") as entries:
             names = [entry.name for entry in itertools.islice(entries, _MOST_NAMES)]
     except OSError:
-        return f"check the path: the directory `{folder}` does not exist or cannot be read"
+        return f"check the path: the directory `{folder or '.'}` does not exist or cannot be read"
     near = most_similar(name, names)
     if near is not None:
         return f"did you mean `{os.path.join(folder, near)}`?"

@@ -91,10 +91,10 @@ def pool_choice(config: object | None) -> PoolChoice:
     if name == "SSHBackendConfig":
         return PoolChoice(**vars(config))
     if name == "KubernetesBackendConfig":
-        given = [one.name for one in fields(KubernetesBackendConfig) if getattr(config, one.name, None) is not None]
-        if given:
+        keys = [one.name for one in fields(KubernetesBackendConfig) if getattr(config, one.name, None) is not None]
+        if keys:
             raise ValueError(
-                f"KubernetesBackendConfig({given[0]}=…) is not supported, because distflow reads the settings of a cluster "
+                f"KubernetesBackendConfig({keys[0]}=…) is not supported, because distflow reads the settings of a cluster "
                 "from a pool: add a pool with `backend: kubernetes` to the configuration, and choose it with "
                 "SSHBackendConfig(pool=…)"
             )

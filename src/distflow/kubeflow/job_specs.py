@@ -108,8 +108,8 @@ def _function_command(trainer: object, options: JobOptions) -> dict[str, Any]:
     """Return the fields of a task that runs a function."""
     if options.command or options.args:
         raise ValueError("TrainerCommand and TrainerArgs need a CustomTrainerContainer: a CustomTrainer runs its function")
-    given = vars(trainer)
-    script = function_script(given["func"], given.get("func_args"))
+    arguments = vars(trainer)
+    script = function_script(arguments["func"], arguments.get("func_args"))
     # Base64 keeps `{{` in the source from being rendered as a template. distflow still replaces tokens such as `{{output}}`.
     file = File(path=_SCRIPT, contents=base64.b64encode(script.encode()).decode(), base64=True)
     return {"command": ["python3", _SCRIPT], "files": [file]}
@@ -147,7 +147,7 @@ def required_packages(runtime: str, trainer: object | None) -> list[str]:
 
 
 def _literal(text: object) -> str:
-    """Escape templates and references, so that a task gets the text unchanged."""
+    """Escape templates and references, so that a task gets the text. Tokens such as ``{{output}}`` are still replaced."""
     return re.sub(r"\$(?=\$*\()", "$$", re.sub(r"\{[{%#]", r"{% raw %}\g<0>{% endraw %}", str(text)))
 
 
@@ -165,9 +165,9 @@ def _nodes(number: object) -> int:
 
 def _ranks(environment: Mapping[str, str], gpus: int, framework: Framework | None) -> int:
     """Return the number of ranks on each node."""
-    given = environment.get(_RANKS_VARIABLE, "")
-    if given.isascii() and given.isdigit() and int(given):
-        return int(given)
+    number = environment.get(_RANKS_VARIABLE, "")
+    if number.isascii() and number.isdigit() and int(number):
+        return int(number)
     return 1 if framework is not None and framework.has_one_rank else max(gpus, 1)
 
 

@@ -329,8 +329,8 @@ def _place_on_labels(
         return (Unplaced(task=first.task, reasons=(f"no node has the label `{missing[0]}`, which its `topology` requests",)),)
     best: tuple[Unplaced, ...] | None = None
     for values in islice(_choices(nodes, wishes), _TRIES):
-        asked = [replace(demand, labels={**demand.labels, **_labels(demand, values)}) for demand in demands]
-        found = place(asked, nodes, shared=shared)
+        labeled = [replace(demand, labels={**demand.labels, **_labels(demand, values)}) for demand in demands]
+        found = place(labeled, nodes, shared=shared)
         if isinstance(found, Placement):
             return found
         if best is None or len(found) < len(best):

@@ -44,9 +44,9 @@ def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]
     return {task.name: number for number, task in enumerate(order)}
 
 
-def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a member; empty if the spec sets variables that begin with ``VH_``."""
-    if any(name.startswith(_RESERVED) for name in given):
+def distributed_environment(task: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a member; empty if its ``environment`` has variables that begin with ``VH_``."""
+    if any(name.startswith(_RESERVED) for name in environment):
         return {}
     return {
         "VH_JOB_ID": _job_id(task),

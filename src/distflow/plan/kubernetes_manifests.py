@@ -22,12 +22,12 @@ from distflow.errors import InputError
 from distflow.plan.model import GroupPlan, Launch, Plan, runs_torchrun
 from distflow.plan.slurm_tasks import (
     address_variable,
+    as_exported,
     ends_with_lead,
     kinds_of,
     ordered,
     shared_files,
     task_script,
-    without_member_files,
 )
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
 from distflow.pools.pod_templates import template_image, with_template
@@ -86,9 +86,7 @@ def manifest_objects(
     found: list[dict[str, Any]] = []
     for group in plan.groups:
         name = _name(plan.name if len(plan.groups) == 1 else f"{plan.name}-{group.name}")
-        one = _Group(
-            plan, without_member_files(group), specs[group.name], spec.labels, pool, settings, template, name, kind, priority
-        )
+        one = _Group(plan, as_exported(group), specs[group.name], spec.labels, pool, settings, template, name, kind, priority)
         found += one.objects(contents)
     return found
 

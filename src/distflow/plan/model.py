@@ -154,6 +154,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     rewritten: tuple[tuple[str, str], ...] = ()
     """Injected absolute paths, and their paths below the attempt's directory: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
+    """The destinations of its output as text, for people."""
     url_outputs: tuple[DataSpec, ...] = ()
     """The destinations of its output, which is uploaded after the task has completed and before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()

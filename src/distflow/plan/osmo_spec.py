@@ -138,16 +138,16 @@ def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
     except ProblemsFound:
         return None
     lines = text.split("\n")
-    for path in _missing(_plain(document.value), wanted, ()):
+    for path in _missing(_without_defaults(document.value), wanted, ()):
         _remove_key(lines, document.key_mark_at(path))
-    for path in _missing(wanted, _plain(document.value), ()):
+    for path in _missing(wanted, _without_defaults(document.value), ()):
         if path[-1] == _IGNORE_NONLEAD:
             mark = document.key_mark_at((*path[:-1], "tasks"))
             lines[mark.line - 1] = f"{' ' * (mark.column - 1)}{_IGNORE_NONLEAD}: false\n{lines[mark.line - 1]}"
     changed = "\n".join(line for line in lines if line is not _GONE)
     changed = re.sub(r"\{\{[ \t]*master_port[ \t]*\}\}", str(_PORT), changed)
     try:
-        return changed if _plain(parse_yaml(render(changed, file).text, file).value) == wanted else None
+        return changed if _without_defaults(parse_yaml(render(changed, file).text, file).value) == wanted else None
     except ProblemsFound:
         return None
 
@@ -186,7 +186,7 @@ def _missing(value: Any, wanted: Any, path: Path) -> Iterator[Path]:
             yield from _missing(one, other, (*path, number))
 
 
-def _plain(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """Return the document without ``default-values``."""
     return {key: inner for key, inner in value.items() if key != "default-values"} if isinstance(value, dict) else value
 
@@ -213,7 +213,7 @@ class _Conversion:
 
     def workflow(self) -> dict[str, Any]:
         """Return the whole document."""
-        document: dict[str, Any] = _plain(self._document.value)
+        document: dict[str, Any] = _without_defaults(self._document.value)
         workflow = self._without(document["workflow"], ("retry", "max_log", "venv", "notify"))
         if isinstance(workflow.get("timeout"), dict):
             workflow["timeout"] = self._without(workflow["timeout"], ("hang_timeout",))

@@ -25,6 +25,7 @@ from distflow.plan.pyxis import images_problem, pyxis_image
 from distflow.plan.slurm_limits import slurm_limits
 from distflow.plan.slurm_tasks import (
     address_variable,
+    as_exported,
     credential_variable,
     ends_with_lead,
     here_document,
@@ -33,7 +34,6 @@ from distflow.plan.slurm_tasks import (
     quoted,
     shared_files,
     task_script,
-    without_member_files,
 )
 from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings
 from distflow.spec.model import ResourceSpec, WorkflowSpec
@@ -75,7 +75,7 @@ def slurm_script(
             has the name of a variable of the script.
 
     """
-    groups = [_Group(without_member_files(group), pool) for group in plan.groups]
+    groups = [_Group(as_exported(group), pool) for group in plan.groups]
     external = _external(plan, contents)
     if external and not files_next_to_it:
         size, most = sum(map(len, contents.values())) / 2**20, _MOST_EMBEDDED / 2**20

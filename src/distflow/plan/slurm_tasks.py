@@ -23,6 +23,7 @@ from distflow.structs import replace
 
 __all__ = [
     "address_variable",
+    "as_exported",
     "credential_variable",
     "ends_with_lead",
     "here_document",
@@ -32,7 +33,6 @@ __all__ = [
     "quoted",
     "shared_files",
     "task_script",
-    "without_member_files",
 ]
 
 _VARIABLES = {
@@ -91,7 +91,7 @@ def input_variable(source: DataSpec | EarlierInput) -> str:
     return f"INPUT_{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}"
 
 
-def without_member_files(group: GroupPlan) -> GroupPlan:
+def as_exported(group: GroupPlan) -> GroupPlan:
     """Return the group as the script runs it: only at full size, and without Valohai's files and the variables for them."""
     given = {launch.task: [name for name in launch.environment if name.startswith("VH_")] for launch in group.launches}
 

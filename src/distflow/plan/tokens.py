@@ -120,8 +120,8 @@ def _relative(path: str, tree: bool) -> re.Pattern[str]:
 
     For a directory such as ``/data``, it matches ``data`` only before a ``/``, because ``data`` alone may be any word.
     """
-    plain = tree and path.count("/") == 1
-    return re.compile(r"(?<![\w./-])(?:\./)?" + re.escape(path.lstrip("/")) + ("(?=/)" if plain else _end(tree)))
+    needs_slash = tree and path.count("/") == 1
+    return re.compile(r"(?<![\w./-])(?:\./)?" + re.escape(path.lstrip("/")) + ("(?=/)" if needs_slash else _end(tree)))
 
 
 def _end(tree: bool) -> str:

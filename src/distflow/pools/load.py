@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -74,8 +74,6 @@ _DURATIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 _NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "self_stop_after", "start_barrier", "venv_timeout")
-
-Found = TypeVar("Found")
 
 
 def load_configuration(

@@ -53,7 +53,7 @@ class Node(Struct, frozen=True, kw_only=True):
     user: str | None = None
     """The SSH user; ``None``: the user in the OpenSSH configuration."""
     identity_file: str | None = None
-    """A private key of this machine that SSH tries first."""
+    """A private key of this machine that SSH tries before other key files."""
     address: str | None = None
     """The address on the training network; ``None``: distflow chooses one, usually that of the SSH connection."""
     root: str
@@ -242,7 +242,7 @@ class Pool(Struct, frozen=True, kw_only=True):
     ping_s: float = 5.0
     node_lost_after_s: float = 120.0
     start_barrier_s: float = 120.0
-    """The maximum time of a gang from its lease to its start."""
+    """The maximum time of a gang from its lease, or from the last progress of a transfer, to its start."""
     self_stop_after_s: float | None = None
     """The time without contact after which a node stops its tasks; ``None``: never."""
     stop_grace_s: float = 30.0

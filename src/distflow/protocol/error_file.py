@@ -32,7 +32,10 @@ class ErrorReport(NamedTuple):
     rank: Optional[int] = None
     pid: Optional[int] = None
     raised_at: Optional[float] = None
-    """The time of the failure, in seconds since the epoch by the clock of its node. If only its second is known: its end."""
+    """The time of the failure, in seconds since the epoch by the clock of its node.
+
+    If only the second is known, this is the end of that second.
+    """
 
 
 def error_file(message: str, callstack: str, raised_at: float, more: Mapping[str, Any]) -> Mapping[str, Any]:

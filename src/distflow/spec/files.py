@@ -284,7 +284,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
     problems: list[Problem] = []
     try:
         blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        kept = _sizes(blobs)
+        blob_sizes = _sizes(blobs)
         if _sends_library(spec):
             bundles[LIBRARY] = replace(_store_bytes(library_archive(), blobs), mode=0o700, is_tar=True)
     except OSError as error:
@@ -301,7 +301,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
             elif file.is_directory:
                 bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs, packing)
             else:
-                bundles[key] = _store_file(Path(file.local_path), blobs, kept, packing)
+                bundles[key] = _store_file(Path(file.local_path), blobs, blob_sizes, packing)
         except _LinkOutside as error:
             hint = "name it in `.gitignore` or in `exclude`, or replace the link with a copy of its target"
             problems.append(Problem(where=file.path.mark, message=str(error), hint=hint))
@@ -370,27 +370,27 @@ def _sizes(blobs: Path) -> frozenset[int]:
     return frozenset(sizes)
 
 
-def _store_file(path: Path, blobs: Path, kept: Container[int], packing: _Packing) -> Bundle:
+def _store_file(path: Path, blobs: Path, blob_sizes: Container[int], packing: _Packing) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
-        seen = PathRecord(blobs, str(path), [("", status)]) if status.st_size > _TEXT_LIMIT else None
-        if seen is not None and (known := seen.find()) is not None:
-            return Bundle(digest=known[0], size=known[1], mode=_mode(source.read(2), status.st_mode))
+        record = PathRecord(blobs, str(path), [("", status)]) if status.st_size > _TEXT_LIMIT else None
+        if record is not None and (stored := record.find()) is not None:
+            return Bundle(digest=stored[0], size=stored[1], mode=_mode(source.read(2), status.st_mode))
         packing.begin(status.st_size)
-        if status.st_size in kept:
+        if status.st_size in blob_sizes:
             # A blob of this size exists. If it has the same digest, only reading is needed.
             digest, size, head = _read(packing.reader(source), None)
             if _is_whole(blobs / digest, size):
-                if seen is not None:
-                    seen.remember(digest, size)
+                if record is not None:
+                    record.remember(digest, size)
                 return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
             source.seek(0)
             packing.begin(status.st_size)
         with _part(blobs) as sink:
             digest, size, head = _read(packing.reader(source), sink)
             publish(sink, str(blobs / digest))
-    if seen is not None:
-        seen.remember(digest, size)
+    if record is not None:
+        record.remember(digest, size)
     return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
 
 
@@ -415,9 +415,9 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
     for name, info in entries:
         if stat.S_ISLNK(info.st_mode):
             _check_link(root, name)
-    seen = PathRecord(blobs, "\0".join((str(root), *exclude)), entries)
-    if (known := seen.find()) is not None:
-        return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
+    record = PathRecord(blobs, "\0".join((str(root), *exclude)), entries)
+    if (stored := record.find()) is not None:
+        return Bundle(digest=stored[0], size=stored[1], mode=0o700, is_tar=True)
     packing.begin(sum(info.st_size for _, info in entries if stat.S_ISREG(info.st_mode)))
     with _part(blobs) as sink:
         with (
@@ -429,7 +429,7 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
                 _add(archive, root / name, name, packing)
         size = sink.tell()
         publish(sink, str(blobs / packed.digest))
-    seen.remember(packed.digest, size)
+    record.remember(packed.digest, size)
     return Bundle(digest=packed.digest, size=size, mode=0o700, is_tar=True)
 
 

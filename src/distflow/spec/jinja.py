@@ -121,8 +121,8 @@ class BoundedEnvironment(SandboxedEnvironment):
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check_time()
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, str | int | list | tuple)]
-            _check_call(given[0] if given else None, function.__name__.removeprefix("do_"), tuple(given[1:]))
+            values = [value for value in (*args, *kwargs.values()) if isinstance(value, str | int | list | tuple)]
+            _check_call(values[0] if values else None, function.__name__.removeprefix("do_"), tuple(values[1:]))
             return _small(function(*args, **kwargs))
 
         return checked

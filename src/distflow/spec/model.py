@@ -274,7 +274,7 @@ class Elastic(Struct, frozen=True, kw_only=True):
     least: int
     """The smallest number of tasks. The tasks with the lowest ranks run."""
     wait_s: float = 60.0
-    """The seconds during which only all tasks may start."""
+    """Seconds to wait for room for all tasks. After that, fewer may start."""
     mark: Mark = Mark("")
 
 

@@ -345,12 +345,12 @@ def parse_strategy_block(group: View) -> StrategyBlock | None:
 
 def parse_elastic(group: View) -> Elastic | None:
     """Return the minimum number of tasks, and how long the group waits for all of them; ``None`` if it needs all of them."""
-    given = group.view("elastic")
-    least = given.whole("min")
+    elastic = group.view("elastic")
+    least = elastic.whole("min")
     if least is None:
         return None
-    wait_s = given.parsed("wait", parse_duration)
-    mark = given.key_mark("min")
+    wait_s = elastic.parsed("wait", parse_duration)
+    mark = elastic.key_mark("min")
     return Elastic(least=least, mark=mark) if wait_s is None else Elastic(least=least, wait_s=wait_s, mark=mark)
 
 
@@ -362,19 +362,19 @@ def _parse_launcher(owner: View) -> Launcher | None:
     name = owner.string("launcher")
     if name is not None:
         return Launcher(kind=name, mark=mark)
-    given = owner.view("launcher")
-    kind, restarts = given.string("kind"), given.whole("max_restarts") or 0
+    launcher = owner.view("launcher")
+    kind, restarts = launcher.string("kind"), launcher.whole("max_restarts") or 0
     if restarts and kind == "command":
         message = "`max_restarts` has no effect: `launcher: command` does not start ranks"
-        given.add(
+        launcher.add(
             message, "use `torchrun` or `spawn`; to restart the whole gang, use `exitActions` and `retry`", key="max_restarts"
         )
-    numa = given.flag("numa") or False
+    numa = launcher.flag("numa") or False
     if numa and kind in ("torchrun", "command"):
         hint = "use `kind: spawn`"
         if kind == "torchrun":
             hint += ", or run torchrun in the command, with its option `--numa-binding=node`"
-        given.add(f"`numa` has no effect with `{kind}`: only `spawn` supports it", hint, key="numa")
+        launcher.add(f"`numa` has no effect with `{kind}`: only `spawn` supports it", hint, key="numa")
     return Launcher(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
 
 

@@ -73,7 +73,7 @@ Keep = Callable[[LogLine], bool]
 
 
 def mirrored_bytes(source: LogSource) -> int:
-    """Return the number of bytes of an attempt's output that were mirrored, including bytes that were not kept."""
+    """Return the length of an attempt's output as far as it was mirrored, in bytes. Output that was not kept counts, too."""
     return log_files.end_of(str(source.folder))
 
 

@@ -337,7 +337,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     stop_reason: Reason | None = None
     """Why it is or was stopped; ``None`` if it was not stopped, or was stopped because the lead completed."""
     withdrawing: bool = False
-    """Whether it lost a lease before its start: it is INITIALIZING until the others are released, and then queued again."""
+    """Whether it lost a lease before its start: it is INITIALIZING until its other leases are released, then queued again."""
     not_before: float = 0.0
     """It does not try to lease nodes before this time."""
     transfer_results: tuple[TransferRecord, ...] = field(default=(), name="carried")

@@ -37,7 +37,7 @@ _KEYS_HINTS = {
 }
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Five attempts, as in OSMO; an attempt that transferred something resets the count."""
+"""Five attempts, as in OSMO."""
 
 _R = TypeVar("_R")
 
@@ -52,7 +52,7 @@ class Retries:
     def __init__(self, canceled: threading.Event | None = None, pauses_s: Sequence[float] = _PAUSES_S) -> None:
         """Wait ``pauses_s`` between attempts. ``canceled`` cancels the transfer.
 
-        With n pauses, a request fails after n + 1 attempts in succession that have transferred nothing.
+        With n pauses, a request fails after n + 1 attempts in succession without progress (``transferred`` of ``call``).
         """
         self.canceled = canceled or threading.Event()
         self._pauses_s = pauses_s
@@ -65,7 +65,7 @@ class Retries:
     def call(self, request: Callable[[], _R], transferred: Callable[[], int] = lambda: 0) -> _R:
         """Return the result of ``request``, after retries if the store is unreachable.
 
-        An attempt after which ``transferred`` has grown does not count as a failure. Raises the error of the last attempt.
+        An attempt after which ``transferred`` has grown resets the count of failures. Raises the error of the last attempt.
         """
         failures, before = 0, transferred()
         while True:

@@ -183,8 +183,8 @@ def _md5(info: dict[str, Any], tag: str) -> str:
     if "md5Hash" in info:
         return base64.b64decode(info["md5Hash"]).hex()
     settings = info.get("content_settings") or {}
-    given = settings.get("content_md5") if hasattr(settings, "get") else None
-    return bytes(given).hex() if given else ""
+    digest = settings.get("content_md5") if hasattr(settings, "get") else None
+    return bytes(digest).hex() if digest else ""
 
 
 def _etag_md5(tag: str) -> str:

@@ -174,7 +174,10 @@ def deliver(
         return Delivered(label=str(url), files=result.files, size=result.size)
     for path in delivery.paths:
         if not (top / path).exists():
-            raise StorageError(f"dataset {delivery.dataset}: the output has no `{path}`")
+            message = (
+                f"dataset {delivery.dataset}: the output has no `{path}`: write it to `{{{{output}}}}`, or correct `outputs`"
+            )
+            raise StorageError(message)
     # Users do not know the name of the output directory, so `.` means its contents.
     is_whole = not delivery.paths or any(top / path == top for path in delivery.paths)
     tops = [top] if is_whole else [top / path for path in delivery.paths]

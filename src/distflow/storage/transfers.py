@@ -40,7 +40,7 @@ __all__ = ["TransferResult", "delete", "download", "find", "find_removable", "up
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_UNCHANGED = "upload it again when no process writes to it"
+_CHANGED_HINT = "upload it again when no process writes to it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def download(
     objects = tuple(one for one in found if checksums is None or one.name in checksums)
     missing = sorted(set(checksums or ()) - {one.name for one in objects})
     if missing:
-        message = f"{url.below(missing[0])} is missing from the store: a part of this version was removed"
+        message = f"{url.below(missing[0])} is missing from the store: a file of this dataset version was removed"
         raise StorageError(message, hint="upload its files as a new version")
     check_names(url, objects)
     counter = _ByteCounter(sum(one.entry.size for one in objects), on_progress)
@@ -310,13 +310,13 @@ def _write(store: Store, destination: StorageUrl, one: Source, retries: Retries,
         with local_errors(one.path):
             before = one.path.lstat()
         if not stat.S_ISREG(before.st_mode):
-            raise StorageError(f"{one.path} is no longer a regular file", hint=_UNCHANGED)
+            raise StorageError(f"{one.path} is no longer a regular file", hint=_CHANGED_HINT)
         store.write(destination.key, one.path, on_bytes)
         found = store.stat(destination.key)
         with local_errors(one.path):
             after = one.path.lstat()
         if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-            raise StorageError(f"{one.path} was changed during its upload to {destination}", hint=_UNCHANGED)
+            raise StorageError(f"{one.path} was changed during its upload to {destination}", hint=_CHANGED_HINT)
         if found.size != before.st_size or has_content(one.path, found) is False:
             raise StorageUnreachable(f"{destination}: the stored object differs from the uploaded file")
     except BaseException:

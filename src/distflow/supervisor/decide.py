@@ -109,7 +109,7 @@ def roll_up(record: WorkflowRecord, now: float) -> WorkflowRecord:
     """Return the workflow with the state that follows from its groups; the same object if nothing changes."""
     if record.state.is_final:
         return record
-    # Groups that an earlier workflow ran do not show whether this one has begun.
+    # Groups that an earlier workflow ran do not show whether this workflow has begun.
     states = [(group.state, group.reason) for group in record.groups if group.kept is None]
     state, reason = roll_up_workflow(states)
     started_at = record.started_at

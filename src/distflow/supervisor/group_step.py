@@ -16,6 +16,7 @@ from functools import partial
 
 from distflow.backends.base import AttemptKey
 from distflow.documents.quantities import seconds_text
+from distflow.documents.text import few
 from distflow.lifecycle.exits import Action, action_of
 from distflow.lifecycle.states import Reason, State, broken_upstream, still_awaited, waits_for
 from distflow.plan.model import GroupPlan
@@ -201,7 +202,7 @@ class GroupStep:
         if self.now >= deadline and group.withdrawing is False:
             late = (
                 ", ".join(_late(task) for task in group.tasks if not task.prepared or task.outage)
-                or "a start was not confirmed"
+                or f"no confirmation of the start of {few([_late(task) for task in group.tasks if task not in started])}"
             )
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
@@ -228,7 +229,7 @@ class GroupStep:
         return not data.commands
 
     def _withdraw(self) -> None:
-        """Release what remains of a lost lease, then queue the group again."""
+        """Release the remaining leases of a group that lost one of them, then queue the group again."""
         held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
         if held:
             self.group = replace(self.group, withdrawing=True)

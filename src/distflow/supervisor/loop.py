@@ -470,12 +470,12 @@ class Supervisor:
         try:
             secrets = secrets_of(workflow, command, self._secrets)
             identities = {one.number: self._transfers.identity(one.url) for one in launch.downloads}
-            memo = encode_copy(workflow, command, self._store, os.uname().nodename, self._secrets)
+            workflow_copy = encode_copy(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
             self.report(PrepareFailed(at=self._now(), key=command.key, message=one_line(error)))
             return
         secrets = replace(secrets, stores={number: identity for number, identity in identities.items() if identity is not None})
-        backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
+        backend.prepare(command.key, launch, secrets, pool.stop_grace_s, workflow_copy)
 
     def _forget_finished(self) -> None:
         for uuid, workflow in list(self._workflows.items()):
@@ -597,11 +597,11 @@ def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> TaskSecret
     """Return, from ``folder``, the secrets of the task to prepare. Raises ``StateError`` if they are missing or unreadable."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
-        given = task_secrets(plan, read_secrets(folder, command.key.workflow))
+        secrets = task_secrets(plan, read_secrets(folder, command.key.workflow))
         token = gang_token(folder, f"{command.key.workflow}/{command.key.group}/{command.key.attempt}")
     except (OSError, json.JSONDecodeError) as error:
         remedy = "submit the workflow again, or make the files readable if access was denied"
         raise StateError(f"cannot read the secrets in `{folder}`: {error}; {remedy}") from error
     except LookupError as error:
         raise StateError(f"the workflow's copy of {error.args[0]} is missing; submit the workflow again") from error
-    return replace(given, token=token)
+    return replace(secrets, token=token)

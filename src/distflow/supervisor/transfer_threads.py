@@ -93,8 +93,8 @@ class ThreadedTransfers:
     def begin(self, command: TransferData, transfer: Transfer, backend: Backend | None = None) -> None:
         """Begin one transfer in a thread, which reports to the sink until it ends. ``backend`` is that of the source's node."""
         halt = self._halts[command.identity] = threading.Event()
-        given = (command, transfer, backend, halt)
-        threading.Thread(target=self._run, args=given, name=f"data {transfer.data}", daemon=True).start()
+        arguments = (command, transfer, backend, halt)
+        threading.Thread(target=self._run, args=arguments, name=f"data {transfer.data}", daemon=True).start()
 
     def cancel(self, command: TransferData) -> None:
         """Abandon one transfer that is not needed now. Progress may still be reported, but its outcome is not."""

@@ -107,7 +107,7 @@ class Sshd:
 
     def client_stanza(self, **options: str) -> str:
         """Return a ``Host`` block with which a client can log in. ``options`` override settings; an empty value removes one."""
-        given = {
+        settings = {
             "HostName": self.address,
             "Port": str(self.port),
             "User": self.user,
@@ -118,7 +118,7 @@ class Sshd:
             "GlobalKnownHostsFile": "none",
             **options,
         }
-        return f"Host {self.alias}\n" + "".join(f"  {key} {value}\n" for key, value in given.items() if value)
+        return f"Host {self.alias}\n" + "".join(f"  {key} {value}\n" for key, value in settings.items() if value)
 
     def authorize(self, public_key: Path) -> None:
         """Accept another key, given as the path of its public part."""
@@ -184,7 +184,7 @@ class Sshd:
             return False
 
     def _server_config(self) -> str:
-        given: dict[str, str] = {
+        settings: dict[str, str] = {
             "Port": str(self.port),
             "ListenAddress": self.address,
             "AuthorizedKeysFile": str(self._authorized),
@@ -207,7 +207,7 @@ class Sshd:
             **self._options,
         }
         keys = "".join(f"HostKey {path}\n" for path in self.host_keys.values())
-        return keys + "".join(f"{key} {value}\n" for key, value in given.items())
+        return keys + "".join(f"{key} {value}\n" for key, value in settings.items())
 
 
 def _name(pid: int) -> str:

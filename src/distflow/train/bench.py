@@ -115,15 +115,15 @@ def _text(name: str, value: float) -> str:
 def _start(ranks: int, measure: Callable[[], Any], backend: str) -> Any:
     """Run a measurement on new ranks of this machine, and return the result of rank 0."""
     with tempfile.TemporaryDirectory(prefix="distflow-bench-") as folder:
-        found = Path(folder) / "found.json"
-        launch(_rank, (measure, found, backend), size=ranks, offset=0, world_size=ranks, master_addr="127.0.0.1", master_port=0)
-        return json.loads(found.read_text())
+        path = Path(folder) / "result.json"
+        launch(_rank, (measure, path, backend), size=ranks, offset=0, world_size=ranks, master_addr="127.0.0.1", master_port=0)
+        return json.loads(path.read_text())
 
 
-def _rank(measure: Callable[[], Any], found: Path, backend: str) -> None:
+def _rank(measure: Callable[[], Any], path: Path, backend: str) -> None:
     place, result = init(backend), measure()
     if place.rank == 0:
-        found.write_text(json.dumps(result))
+        path.write_text(json.dumps(result))
     finish()
 
 

@@ -24,12 +24,12 @@ __all__ = ["Worker"]
 def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, example: Any = None, **options: Any) -> nn.Module:
     """Return ``world.parallelize(…).model``; ``options`` are those of the strategy in a spec."""
     if options:
-        given = strategy if strategy is not None else description.given_strategy() or "ddp"
+        chosen = strategy if strategy is not None else description.configured_strategy() or "ddp"
         world = parallel.world_size()
-        if isinstance(given, str):
-            strategy = make_strategy(given, world, options)
+        if isinstance(chosen, str):
+            strategy = make_strategy(chosen, world, options)
         else:
-            strategy = resolve_strategy(given, world).having(options)
+            strategy = resolve_strategy(chosen, world).having(options)
     return parallel.parallelize(model, strategy, loss=loss, example=example).model
 
 

@@ -18,7 +18,7 @@ from distflow.train.communication.gradients import accumulate, begin_step, local
 from distflow.train.loading.batching import Arguments, Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
 from distflow.train.strategies.build import make_sequence_mesh, prepare
-from distflow.train.strategies.description import Strategy, given_strategy, resolve_strategy, set_current_strategy
+from distflow.train.strategies.description import Strategy, configured_strategy, resolve_strategy, set_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
 
@@ -39,7 +39,7 @@ def parallelize(
     weights: str | Path | None = None,
 ) -> ParallelPlan:
     """Implement ``World.parallelize``, also for process groups that the program created itself."""
-    if strategy is None and (strategy := given_strategy()) is None:
+    if strategy is None and (strategy := configured_strategy()) is None:
         # Use DDP also on one rank, so that a plan accepts the same options as on several ranks.
         strategy = "ddp"
     resolved = resolve_strategy(strategy, world_size())

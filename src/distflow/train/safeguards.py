@@ -84,7 +84,7 @@ class MemoryGuard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Vote on the step, unless the ranks have voted to skip it, or another error than lack of memory is raised."""
         self._is_inside = False
-        seen, first = self._models, self._all_calls is not None
+        models, is_first_step = self._models, self._all_calls is not None
         if self._all_calls is not None:
             self._all_calls.remove()
             self._models, self._all_calls = [], None
@@ -96,9 +96,9 @@ class MemoryGuard:
                 torch.cuda.empty_cache()
             self._refuse(error)
         self.skipped = error is not None or not all_ranks(True, group=self._group)
-        if first and not self.skipped:
-            self._models = seen
-            for model in seen:
+        if is_first_step and not self.skipped:
+            self._models = models
+            for model in models:
                 model.register_forward_pre_hook(self._before_call)
         self._in_a_row = self._in_a_row + 1 if self.skipped else 0
         self.count += self.skipped
@@ -162,7 +162,8 @@ class GradientGuard:
         return False
 
 
-_asked = False
+_has_stop_signal = False
+"""Whether this process got SIGTERM or SIGINT."""
 _listening = False
 
 
@@ -181,9 +182,9 @@ def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
     From the first call on, SIGTERM and SIGINT no longer end the process.
     """
     listen_for_stop()
-    return any_rank(_asked, group=group)
+    return any_rank(_has_stop_signal, group=group)
 
 
 def _record_request(_number: int, _frame: FrameType | None) -> None:
-    global _asked  # noqa: PLW0603
-    _asked = True
+    global _has_stop_signal  # noqa: PLW0603
+    _has_stop_signal = True

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 
 from distflow.train.communication.collectives import serve_collectives
-from distflow.train.strategies.description import Strategy, given_strategy, reset_current_strategy
+from distflow.train.strategies.description import Strategy, configured_strategy, reset_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 
 if TYPE_CHECKING:
@@ -121,14 +121,14 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
             os.environ.setdefault(name, value)
         set_debug_level_from_env()
     place = _place(os.environ, backend)
-    if timeout is None and (strategy := given_strategy()) is not None:
+    if timeout is None and (strategy := configured_strategy()) is not None:
         timeout = strategy.options.get("timeout_s")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     bound = None if timeout is None else _delta(timeout)
     dist.init_process_group(
         place.backend,
-        store=_meet(os.environ, place, _delta(start_timeout)),
+        store=_rendezvous(os.environ, place, _delta(start_timeout)),
         rank=place.rank, world_size=place.size, timeout=bound,
         device_id=place.device if place.device.type == "cuda" else None,
     )  # fmt: skip
@@ -249,7 +249,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
         raise WorldError(f"{name}={text}: not a number; correct or unset it") from None
 
 
-def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> Store:
+def _rendezvous(environment: Mapping[str, str], place: World, timeout: timedelta) -> Store:
     """Return the store, after all ranks have registered there."""
     if not environment.get("RANK"):
         return HashStore()
@@ -270,7 +270,7 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
             "0 runs there, and that this machine can connect to MASTER_ADDR"
         ) from error
     try:
-        return _gather(_stores[key], environment, place, timeout, deadline)
+        return _register_and_wait(_stores[key], environment, place, timeout, deadline)
     except dist.DistNetworkError as error:
         del _stores[key]
         why = str(error).splitlines()[0]
@@ -280,8 +280,8 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
         ) from error
 
 
-def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:
-    """Register this rank at the store, and wait for the others until ``deadline`` (monotonic clock)."""
+def _register_and_wait(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:
+    """Register this rank in the store ``tcp``, and wait until ``deadline`` (monotonic clock) for the other ranks."""
     # If the store outlives an attempt or a world, the next one must not see the ranks of the previous one.
     store = PrefixStore(f"distflow/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_left}", tcp)
     expected = store.compare_set("size", "", str(place.size)).decode()

@@ -78,7 +78,7 @@ def test_a_workflow_that_waits_in_the_queue_gets_a_reminder(screen: Screen, monk
     assert err.getvalue().splitlines()[:3] == [
         "digits-1: PENDING",
         "training: SCHEDULING: Waiting for nodes: unreachable: gpu9",
-        "digits-1: still waiting in the queue. Ctrl-C leaves it there; to cancel it: distflow workflow cancel digits-1",
+        "digits-1: still waiting to start. Ctrl-C does not cancel it; to cancel it: distflow workflow cancel digits-1",
     ]
     assert err.getvalue().count("still waiting") == 1
 

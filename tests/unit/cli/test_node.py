@@ -44,11 +44,11 @@ def test_an_error_names_its_node_once_and_the_command_its_pool(
     assert run(["node", "clean"]) == 3
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].split() == ["gpu1", "0", "0", "0.0", "MiB", "refused"]
-    assert err == "error: gpu1: refused\ndetails: distflow pool check --pool lab --node gpu1\n"
+    assert err == "error: gpu1: refused\nto check the node: distflow pool check --pool lab --node gpu1\n"
     (folder / "hosts").write_text("gpu7\n")
     assert run(["node", "clean", "--hostfile", "hosts"]) == 3
     command = "distflow pool check --pool hostfile --hostfile hosts --node gpu7"
-    assert capsys.readouterr().err == f"error: gpu7: refused\ndetails: {command}\n"
+    assert capsys.readouterr().err == f"error: gpu7: refused\nto check the node: {command}\n"
 
 
 @pytest.mark.parametrize("command", [["clean"], ["clean", "--dry-run", "-t", "json"], ["uninstall", "--yes"], ["uninstall"]])

@@ -286,64 +286,64 @@ class AllocatedBackend:
 
     # Observations of nodes.
 
-    def _observe(self, seen: Observation) -> None:
+    def _observe(self, report: Observation) -> None:
         with self._changed:
-            if isinstance(seen, NodeUp):
-                if self._of_node(seen.node) is None:
+            if isinstance(report, NodeUp):
+                if self._of_node(report.node) is None:
                     return  # its allocation has ended
-                self._up.add(seen.node)
-                self._down.pop(seen.node, None)
-                self._sink(seen)
-                self._lease_if_connected(self._of_node(seen.node))
-            elif isinstance(seen, NodeDown):
-                self._node_down(seen)
-            elif isinstance(seen, Leased | LeaseRefused):
-                self._lease_answered(seen)
-            elif isinstance(seen, Ended | Absent | LogComplete) and (held := self._of_node(seen.key.node)) and held.over:
-                self._recovered(held, seen)
-            elif isinstance(seen, Ended):
-                self._attempt_ended(seen)
-            elif isinstance(seen, LogComplete) and (held := self._of_node(seen.key.node)) and seen.key in held.doubtful:
-                held.logged.add(seen.key)
+                self._up.add(report.node)
+                self._down.pop(report.node, None)
+                self._sink(report)
+                self._lease_if_connected(self._of_node(report.node))
+            elif isinstance(report, NodeDown):
+                self._node_down(report)
+            elif isinstance(report, Leased | LeaseRefused):
+                self._lease_answered(report)
+            elif isinstance(report, Ended | Absent | LogComplete) and (held := self._of_node(report.key.node)) and held.over:
+                self._recovered(held, report)
+            elif isinstance(report, Ended):
+                self._attempt_ended(report)
+            elif isinstance(report, LogComplete) and (held := self._of_node(report.key.node)) and report.key in held.doubtful:
+                held.logged.add(report.key)
             else:
-                self._sink(seen)
+                self._sink(report)
 
-    def _node_down(self, seen: NodeDown) -> None:
-        self._up.discard(seen.node)
-        held = self._of_node(seen.node)
+    def _node_down(self, report: NodeDown) -> None:
+        self._up.discard(report.node)
+        held = self._of_node(report.node)
         if held is None or held.over is not None:
             return  # its allocation has ended
         self._pace.hurry()
         self._changed.notify()
         if held.request is None:
-            self._down[seen.node] = replace(seen, is_engine_away=self._is_engine_away)
-            self._sink(self._down[seen.node])
-        elif seen.needs_action:
-            host, _ = host_of(seen.node)
-            self._refuse(held, {seen.node: f"{host}: {seen.error}"}, is_final=True)
+            self._down[report.node] = replace(report, is_engine_away=self._is_engine_away)
+            self._sink(self._down[report.node])
+        elif report.needs_action:
+            host, _ = host_of(report.node)
+            self._refuse(held, {report.node: f"{host}: {report.error}"}, is_final=True)
         else:
-            self._report_waiting(held, f"connecting to {host_of(seen.node)[0]}: {seen.error}")
+            self._report_waiting(held, f"connecting to {host_of(report.node)[0]}: {report.error}")
 
-    def _lease_answered(self, seen: Leased | LeaseRefused) -> None:
-        held = self._held.get(Allocation(workflow=seen.workflow, group=seen.group, attempt=seen.attempt))
+    def _lease_answered(self, report: Leased | LeaseRefused) -> None:
+        held = self._held.get(Allocation(workflow=report.workflow, group=report.group, attempt=report.attempt))
         if held is None:
             return  # the gang no longer needs it
-        if isinstance(seen, Leased) and held.request is not None:
+        if isinstance(report, Leased) and held.request is not None:
             held.attempts = {_key(held, task): False for task in held.nodes}
         held.request, held.is_leasing = None, False
-        self._sink(seen)
+        self._sink(report)
 
-    def _attempt_ended(self, seen: Ended) -> None:
-        held = self._held.get(_allocation_of(seen.key))
-        if held is None or held.attempts.get(seen.key, True):
-            self._sink(seen)
-        elif seen.key not in held.stopped and _may_be_by_engine(seen.end):
-            held.doubtful.setdefault(seen.key, (time.monotonic(), seen))
+    def _attempt_ended(self, report: Ended) -> None:
+        held = self._held.get(_allocation_of(report.key))
+        if held is None or held.attempts.get(report.key, True):
+            self._sink(report)
+        elif report.key not in held.stopped and _may_be_by_engine(report.end):
+            held.doubtful.setdefault(report.key, (time.monotonic(), report))
             self._pace.hurry()
             self._changed.notify()
         else:
-            held.attempts[seen.key] = True
-            self._sink(seen)
+            held.attempts[report.key] = True
+            self._sink(report)
 
     # The thread that uses the engine.
 
@@ -401,8 +401,8 @@ class AllocatedBackend:
             if is_away == self._is_engine_away:
                 return
             self._is_engine_away = is_away
-            for node, seen in self._down.items():
-                self._down[node] = replace(seen, at=now(), is_engine_away=is_away)
+            for node, report in self._down.items():
+                self._down[node] = replace(report, at=now(), is_engine_away=is_away)
                 self._sink(self._down[node])
 
     def _release(self, unwanted: Mapping[str, int | None], ended: Collection[str] | None) -> None:
@@ -523,16 +523,19 @@ class AllocatedBackend:
         self._machines.connect([self._pool.node(name) for name in names])
         self._machines.watch([key for key, is_reported in held.attempts.items() if not is_reported])
 
-    def _recovered(self, held: _Held, seen: Ended | Absent | LogComplete) -> None:
+    def _recovered(self, held: _Held, report: Ended | Absent | LogComplete) -> None:
         """Handle a report of the agent on the login node.
 
-        An end that the agent only concluded from missing processes is ignored, because the processes ran on another machine.
+        An end that the engine may have caused (``_GUESSED``) is ignored. The agent also reports such an end if it only misses
+        the processes, which ran on another machine.
         """
-        if isinstance(seen, Absent | LogComplete):
-            held.recovered.add(seen.key)
-        elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED and not _was_killed(held.over, seen.end):
-            held.attempts[seen.key] = True
-            self._sink(seen)
+        if isinstance(report, Absent | LogComplete):
+            held.recovered.add(report.key)
+        elif EndReason.of(report.end.get("reason", EndReason.EXITED)) not in _GUESSED and not _was_killed(
+            held.over, report.end
+        ):
+            held.attempts[report.key] = True
+            self._sink(report)
         if held.over is not None and held.recovered.issuperset(held.attempts):
             self._finish(held, held.over)
 
@@ -541,14 +544,14 @@ class AllocatedBackend:
         self._held.pop(held.allocation, None)
         # Attempts on the nodes that caused the end come first, because the first reported failure counts as the cause.
         for key, is_reported in sorted(held.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
-            _, seen = held.doubtful.get(key, (0.0, None))
-            if not is_reported and (seen is None or state.reason is not None or _was_killed(state, seen.end)):
-                end: dict[str, object] = dict(seen.end) if seen is not None else {}
+            _, report = held.doubtful.get(key, (0.0, None))
+            if not is_reported and (report is None or state.reason is not None or _was_killed(state, report.end)):
+                end: dict[str, object] = dict(report.end) if report is not None else {}
                 reason = Reason.NODE_LOST if state.reason is None else state.reason
                 end |= {"reason": EndReason.ALLOCATION_OVER, "allocation": reason, "message": state.message}
-                seen = Ended(at=now(), key=key, end=end, clock=seen.clock if seen is not None else None)
-            if not is_reported and seen is not None:
-                self._sink(seen)
+                report = Ended(at=now(), key=key, end=end, clock=report.clock if report is not None else None)
+            if not is_reported and report is not None:
+                self._sink(report)
             self._sink(LogComplete(at=now(), key=key))
         self._drop(held)
 
@@ -604,11 +607,11 @@ class AllocatedBackend:
 
         Those of tasks that ``SIGTERM`` ended are reported only if they were observed until ``terminated_until``, too.
         """
-        for key, (at, seen) in list(held.doubtful.items()):
-            if at <= (min(until, terminated_until) if _was_terminated(seen.end) else until):
+        for key, (at, report) in list(held.doubtful.items()):
+            if at <= (min(until, terminated_until) if _was_terminated(report.end) else until):
                 del held.doubtful[key]
                 held.attempts[key] = True
-                self._sink(seen)
+                self._sink(report)
                 if key in held.logged:
                     self._sink(LogComplete(at=now(), key=key))
 
@@ -632,8 +635,8 @@ class AllocatedBackend:
 
     def _doubt_ends_in_s(self) -> float:
         """Return the seconds until the oldest failure in ``doubtful`` must be reported; infinite if there is none."""
-        seen = [at for one in self._held.values() for at, _ in one.doubtful.values()]
-        return min(seen, default=math.inf) + _DOUBT_S - time.monotonic()
+        times = [at for one in self._held.values() for at, _ in one.doubtful.values()]
+        return min(times, default=math.inf) + _DOUBT_S - time.monotonic()
 
     def _find_leftovers(self, workflows: Iterable[str]) -> None:
         """Let the thread find and release leftover allocations of these workflows."""

@@ -247,7 +247,10 @@ class RelayChannel:
         return data
 
     def stderr_tail(self) -> str:
-        """The end of the command's standard error, and the carrier's messages if the relay ended before the command."""
+        """The end of the command's standard error, or of the engine's messages if the command has not started.
+
+        If the relay ended before the command, the last line reports that.
+        """
         printed = self._channel.stderr_tail().encode("utf-8", "surrogateescape")
         text = _without_marks(printed, self._mark).decode("utf-8", "replace")
         is_broken = bool(self._mark) and self._channel.exit_code is not None and _exit_code(printed, self._mark) is None

@@ -155,7 +155,7 @@ class MachinesBackend:
         """Fetch inputs, stage large files, pull the image, then write the launch record, in a thread: it may take minutes.
 
         Stops an earlier call for the same attempt that is still running (its connection broke, or it belongs to an earlier
-        lease). It reports nothing more.
+        lease). That call reports nothing more.
         """
         self._halt(key)
         halt, connection = threading.Event(), self._connections[key.node]

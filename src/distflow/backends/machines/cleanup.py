@@ -308,7 +308,7 @@ class Uninstalled(Struct, frozen=True, kw_only=True):
 
 
 def uninstall_node(pool: Pool, node: Node) -> Uninstalled:
-    """Remove distflow from a node. It refuses while a task runs or a Python environment is built.
+    """Remove distflow from a node. The node refuses while a task runs or a Python environment is built.
 
     Errors are in the result, and never raised.
     """

@@ -79,15 +79,16 @@ class TaskStacks(Struct, frozen=True, kw_only=True):
     asked: InspectedTask
     """The task that was inspected."""
     seen: Mapping[str, Any] | None = None
+    """The node's answer; ``None`` if there is an ``error``."""
     error: str = ""
 
 
-def collect_stacks(pool: Pool, asked: Sequence[InspectedTask]) -> tuple[TaskStacks, ...]:
+def collect_stacks(pool: Pool, tasks: Sequence[InspectedTask]) -> tuple[TaskStacks, ...]:
     """Return the state of each task, in order. Errors of nodes are in the result, and never raised."""
     by_node: dict[str, list[InspectedTask]] = {}
-    for one in asked:
+    for one in tasks:
         by_node.setdefault(one.node.name, []).append(one)
-    nodes = {one.node.name: one.node for one in asked}
+    nodes = {one.node.name: one.node for one in tasks}
     transports = [transport_of(pool, node) for node in nodes.values()]
     try:
         outcomes = fan_out(transports, lambda transport: _of_node(pool, transport, by_node[transport.name]))
@@ -99,16 +100,16 @@ def collect_stacks(pool: Pool, asked: Sequence[InspectedTask]) -> tuple[TaskStac
         for one in by_node[outcome.node]:
             found[one.task] = TaskStacks(asked=one, error=str(outcome.error or ""))
         found |= {one.asked.task: one for one in outcome.value or ()}
-    return tuple(found[one.task] for one in asked)
+    return tuple(found[one.task] for one in tasks)
 
 
-def _of_node(pool: Pool, transport: Transport, asked: Sequence[InspectedTask]) -> list[TaskStacks]:
-    node = asked[0].node
+def _of_node(pool: Pool, transport: Transport, tasks: Sequence[InspectedTask]) -> list[TaskStacks]:
+    node = tasks[0].node
     link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
     found = []
     try:
         path = path_prepend(node, link.request("hello", watch=[])["facts"])
-        for one in asked:
+        for one in tasks:
             try:
                 seen = link.request(
                     "stacks", attempt=one.attempt, env=dict(node.environment), path_prepend=path, timeout_s=_STACKS_S

@@ -109,7 +109,8 @@ class Collector:
         except DistflowError as error:
             self._give_up(transfer, f"it cannot be fetched: {error}")
         except OSError as error:
-            self._give_up(transfer, f"it cannot be stored in {self._blobs} on the machine of the supervisor: {error.strerror}")
+            why = error.strerror or error
+            self._give_up(transfer, f"it cannot be stored in {self._blobs} on the machine of the supervisor: {why}")
         except Exception as error:  # noqa: BLE001  without a report from this thread, the group would wait forever
             self._give_up(transfer, f"it cannot be fetched: {report_bug(error)}")
         else:

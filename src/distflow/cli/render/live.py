@@ -35,7 +35,7 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
     """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
     On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``,
-    and ``err`` gets a reminder about once a minute while the workflow waits in the queue. In both cases, ``err`` immediately
+    and ``err`` gets a reminder about once a minute while the workflow waits for its start. In both cases, ``err`` immediately
     names unreachable nodes that prevent the start. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
 
     Raises:
@@ -61,7 +61,7 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
         if same_polls >= _REMINDER_POLLS and present.state is WorkflowState.PENDING and not bottom.is_terminal:
             same_polls = 0
             cancel = f"distflow workflow cancel {present.id}"
-            news = [f"{present.id}: still waiting in the queue. Ctrl-C leaves it there; to cancel it: {cancel}"]
+            news = [f"{present.id}: still waiting to start. Ctrl-C does not cancel it; to cancel it: {cancel}"]
         news += missing_nodes(before, present, check_command(present), with_errors=bottom.is_terminal)
         if news:
             bottom.clear()
@@ -161,7 +161,7 @@ class Prefixes:
 def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | None, *, as_json: bool) -> None:
     """Print the error files of one or all attempts of a task. If there are none, print the command that shows its output.
 
-    With ``as_json``, print an entry for each attempt. Its ``error`` is null if the attempt has no error file.
+    With ``as_json``, print an entry for each of these attempts. Its ``error`` is null if the attempt has no error file.
     """
     chosen = [one for one in record.group(group).attempts if one.name == task and attempt in (None, one.attempt)]
     attempts = sorted(chosen, key=lambda one: one.attempt)

@@ -266,7 +266,7 @@ def missing_nodes(before: WorkflowRecord | None, after: WorkflowRecord, check: s
         if with_errors:
             yield from (f"  {node}: {plain(error)}" for node, error in list(missing.errors.items())[:_FEW_NODES])
         yield f"  distflow keeps trying. To check all nodes: {check}"
-        yield f"  To use fewer or other nodes, cancel it first: distflow workflow cancel {after.id}"
+        yield f"  To use fewer or other nodes, cancel the workflow first: distflow workflow cancel {after.id}"
 
 
 def event_line(event: Event) -> str:

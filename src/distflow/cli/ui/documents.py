@@ -68,12 +68,12 @@ def workflows(client: Client, text: str, states: str, *, count: int, offset: int
         name=next((word for word in words if "=" not in word), None),
         labels=label_selectors([word for word in words if "=" in word]),
         tags=[word[1:] for word in text.split() if word.startswith("#")],
-        statuses=_ends(states),
+        statuses=_statuses(states),
     )
     return list_json(list_workflows(client, search, count=count, offset=offset), now=now())
 
 
-def _ends(states: str) -> list[tuple[WorkflowState, Reason | None]] | None:
+def _statuses(states: str) -> list[tuple[WorkflowState, Reason | None]] | None:
     wanted = _STATES.get(states)
     return None if wanted is None else [(state, reason) for state in wanted for reason in (None, *Reason)]
 
@@ -124,8 +124,8 @@ def _samples(client: Client, record: WorkflowRecord) -> dict[str, object]:
 def _stacks(client: Client, record: WorkflowRecord) -> dict[str, object]:
     from distflow.client.running_tasks import read_stacks
 
-    seen = read_stacks(client, record)
-    return {**stacks_json(record.id, seen), "text": stacks_text(record.id, seen, Paint(enabled=False))}
+    stacks = read_stacks(client, record)
+    return {**stacks_json(record.id, stacks), "text": stacks_text(record.id, stacks, Paint(enabled=False))}
 
 
 def _outputs(client: Client, record: WorkflowRecord) -> dict[str, object]:

@@ -64,13 +64,13 @@ _INTERNAL_ERROR = 500
 
 def make_token() -> str:
     """Return the token of ``DISTFLOW_UI_TOKEN``, or a new random one. Raises ``InputError`` if the variable is not valid."""
-    given = os.environ.get("DISTFLOW_UI_TOKEN")
-    if given is None:
+    token = os.environ.get("DISTFLOW_UI_TOKEN")
+    if token is None:
         return secrets.token_urlsafe(32)
-    if not re.fullmatch(r"[\w-]{32,}", given, re.ASCII):
+    if not re.fullmatch(r"[\w-]{32,}", token, re.ASCII):
         message = "DISTFLOW_UI_TOKEN must have at least 32 characters, only letters, digits, `-` and `_`"
         raise InputError(message, hint="use: openssl rand -hex 32")
-    return given
+    return token
 
 
 class _Guard:
@@ -113,13 +113,13 @@ class _Guard:
             response = HTMLResponse(_WELCOME)
             response.set_cookie(self._cookie, self._token.decode(), httponly=True, samesite="strict", path="/")
             return response
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if self._is_token(request.cookies.get(self._cookie, "")) or (scheme.lower() == "bearer" and self._is_token(given)):
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        if self._is_token(request.cookies.get(self._cookie, "")) or (scheme.lower() == "bearer" and self._is_token(bearer)):
             return None
         return _refused("the token is missing or wrong: open the URL that `distflow ui` printed")
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token)
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token)
 
 
 def _refused(why: str) -> Response:

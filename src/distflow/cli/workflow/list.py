@@ -28,7 +28,7 @@ from distflow.cli.search_options import (
     priorities,
 )
 from distflow.client.client import now
-from distflow.client.workflows import ends_of, list_workflows
+from distflow.client.workflows import list_workflows, parse_statuses
 from distflow.state.search import Search
 
 __all__ = ["app"]
@@ -83,7 +83,7 @@ def list_command(
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(
-        statuses=None if status is None else ends_of(status),
+        statuses=None if status is None else parse_statuses(status),
         name=name,
         users=choose_users(user, all_users),
         pools=pool or (),

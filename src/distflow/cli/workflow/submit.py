@@ -130,7 +130,7 @@ def submit_workflow(
     Ranks, files and resources are checked before anything starts. The workflow continues when this terminal closes. If you give
     the id of a workflow, its spec is submitted again with its pool, labels and priority.
     """
-    plain, report = format_type.plain, CiReport(format_type, junit, page, is_waiting=wait)
+    result_format, report = format_type.result_format, CiReport(format_type, junit, page, is_waiting=wait)
     settings = parse_node_settings(python, setup, env, venv)
     with report.errors(), open_submit_client() as client:
         is_dry = dry_run or scripts is not None
@@ -155,7 +155,7 @@ def submit_workflow(
         if is_dry:
             with tempfile.TemporaryDirectory() as blobs:
                 planned = plan(client, request, blobs=Path(blobs), configuration=configuration)
-                submission.dry_run(planned, scripts, plain)
+                submission.dry_run(planned, scripts, result_format)
             return
         with ProgressLine(sys.stderr, "read") as line:
             planned = plan(client, request, configuration=configuration, on_pack=line.update)
@@ -163,14 +163,14 @@ def submit_workflow(
         report.warn(planned.checked.warnings)
         if preflight:
             submission.check_nodes(planned, hostfile)
-        record = submission.start(client, submit, planned, wait, plain)
+        record = submission.start(client, submit, planned, wait, result_format)
         if copied is not None:
             from distflow.cli.workflow.rsync import copy_to_first_lead
 
             copy_to_first_lead(client, record, *copied)
         if wait:
             with report.following(client, planned.checked) as on_end:
-                submission.wait_for_end(client, record, plain, on_end=on_end)
+                submission.wait_for_end(client, record, result_format, on_end=on_end)
 
 
 @validate_app.command("validate", epilog="Example: distflow workflow validate train.yaml --set gpus=8")
@@ -206,7 +206,7 @@ def validate_specs(
             except ProblemsFound as error:
                 problems += error.problems
                 continue
-            if format_type.plain is Format.TEXT:
+            if format_type.result_format is Format.TEXT:
                 submission.warn(warnings)
                 report.warn(warnings)
                 print(submission.valid_text(file, checked), end="")

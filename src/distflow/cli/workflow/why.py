@@ -146,7 +146,7 @@ def stacks(
 
         bottom = BottomLine(sys.stderr)
         try:
-            seen = read_stacks(
+            found = read_stacks(
                 client,
                 record,
                 task or (),
@@ -155,8 +155,8 @@ def stacks(
         finally:
             bottom.clear()
         if format_type is Format.JSON:
-            print(json.dumps(stacks_json(record.id, seen), indent=2))
+            print(json.dumps(stacks_json(record.id, found), indent=2))
         else:
-            print(stacks_text(record.id, seen, Paint.of(sys.stdout)), end="")
-    if all(one.error for one in seen):
+            print(stacks_text(record.id, found, Paint.of(sys.stdout)), end="")
+    if all(one.error for one in found):
         raise typer.Exit(NodeError.exit_code)

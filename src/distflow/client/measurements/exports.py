@@ -60,7 +60,8 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSa
         folder.mkdir(parents=True)
         return _write(lambda name: _TensorBoardRun(summary, folder / name), metrics, samples)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror or error}") from error
+        hint = "free some space, or use another directory"
+        raise InputError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
 
 
 def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:

@@ -163,6 +163,6 @@ def _cause_json(cause: Cause) -> dict[str, object]:
 
 
 def _times(**given: float | None) -> dict[str, str | None]:
-    """Return times in UTC with their zone, under the older keys of notifications and the keys that all documents have."""
+    """Return times in UTC with their zone, each under its old key (``start_time``) and its current key (``started_at``)."""
     zoned = {ZONED[key]: times(**{key: at})[ZONED[key]] for key, at in given.items()}
     return {key: zoned[ZONED[key]] for key in given} | zoned

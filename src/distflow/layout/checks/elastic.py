@@ -66,7 +66,8 @@ def remaining_tasks(group: GroupSpec, world: World, size: int) -> tuple[TaskSpec
 
 def _limit_problems(elastic: Elastic, world: World | None) -> list[Problem]:
     if world is None:
-        message, hint = "`elastic` needs ranks, but no task of this group has ranks", "add `ranks: {size: N}` to its tasks"
+        message = "`elastic` needs ranks, but the spec does not define how many ranks this group has"
+        hint = "add `ranks: {size: N}` to its tasks"
     elif not 1 <= elastic.least < len(world.tasks):
         most = len(world.tasks) - 1
         message = f"`elastic.min` is {elastic.least}, but it must be at least 1 and less than the number of tasks with ranks"

@@ -55,6 +55,8 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
         return "`-c` runs code that is not in a file"
     if rest[0] == "-m" and len(rest) > 1:
         return PythonCommand(interpreter=program, target=rest[1], is_module=True, arguments=tuple(rest[2:]))
+    if rest == ["-m"]:
+        return "`-m` has no module"
     if rest[0].startswith("-"):
         return f"the option `{rest[0]}` of the interpreter would not be passed to the ranks"
     return PythonCommand(interpreter=program, target=rest[0], arguments=tuple(rest[1:]))

@@ -57,7 +57,7 @@ def torchrun_world(members: Sequence[Member], *, regroup_hint: str = "") -> tupl
 
     ``regroup_hint`` is a hint for a group of one task that claims only a part of a world.
     """
-    wrong = wrong_literals([_plain(member) for member in members], {"nnodes": 1, "node_rank": 0, "nproc_per_node": 1})
+    wrong = wrong_literals([_without_words(member) for member in members], {"nnodes": 1, "node_rank": 0, "nproc_per_node": 1})
     problems = [problem for _, problem in wrong] or _same_for_replicas(members)
     if problems:
         return None, problems
@@ -85,7 +85,7 @@ def _upper(claim: Claim) -> int | None:
     return int(ranged.group(1)) if ranged else claim.number
 
 
-def _plain(member: Member) -> Member:
+def _without_words(member: Member) -> Member:
     """Return the member without its valid claims that are not numbers: ``1:4`` nodes, ``gpu`` processes."""
     if member.invocation is None:
         return member

@@ -100,11 +100,11 @@ class Word(Struct, frozen=True, kw_only=True):
 
         ``name`` is ``A[@]`` for ``A=(…)`` and ``A[@]+`` for ``A+=(…)``. An array's value is its words, separated by spaces.
         """
-        plain, is_array, more = name.partition("[@]")
-        if not is_array:
+        variable, brackets, more = name.partition("[@]")
+        if not brackets:
             return name, self.expanded(variables)
-        before = variables.get(plain + is_array) if more else ""
-        return plain + is_array, f"{before or ''}{self.expanded(variables, _UNKNOWN)}"
+        before = variables.get(variable + brackets) if more else ""
+        return variable + brackets, f"{before or ''}{self.expanded(variables, _UNKNOWN)}"
 
     def without(self, count: int) -> Word:
         """Return the word without its first ``count`` literal characters (``NAME=`` before a value)."""

@@ -85,8 +85,8 @@ class Claim(Struct, frozen=True, kw_only=True):
     @property
     def number(self) -> int | None:
         """The value as an integer; ``None`` if it is not a number or not known."""
-        plain = self.known is Known.LITERAL and re.fullmatch(r"[+-]?\d{1,18}", self.value)
-        return int(self.value) if plain else None
+        is_integer = self.known is Known.LITERAL and re.fullmatch(r"[+-]?\d{1,18}", self.value)
+        return int(self.value) if is_integer else None
 
     @property
     def text(self) -> str:

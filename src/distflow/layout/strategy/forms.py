@@ -21,7 +21,7 @@ from distflow.documents.problems import Mark, Problem, Severity
 from distflow.documents.text import did_you_mean
 from distflow.train.strategies.options import MESH_SIZES, OPTIONS
 
-__all__ = ["AXES", "FOREIGN_KEYS", "Draft", "Given", "read_block"]
+__all__ = ["AXES", "FOREIGN_KEYS", "Draft", "LocatedValue", "read_block"]
 
 AXES = {
     "dp": "dp", "data": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "dp_shard": "fsdp",
@@ -53,7 +53,7 @@ FOREIGN_KEYS = ("mesh", "shape", "axis_names", "options", "cluster", "training",
 """The keys of blocks that are converted."""
 
 
-class Given(Struct, frozen=True):
+class LocatedValue(Struct, frozen=True):
     """A value and its path in the document."""
 
     value: object
@@ -67,17 +67,17 @@ class Draft(Struct):
     """The path of the block itself."""
     locate: Callable[[Path], Mark]
     """Returns the position of a path in the document."""
-    kind: Given | None = None
+    kind: LocatedValue | None = None
     shape: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     mesh_path: Path = ()
     """The path of the mesh; empty if there is none."""
-    options: dict[str, Given] = field(default_factory=dict)
-    worlds: list[Given] = field(default_factory=list)
+    options: dict[str, LocatedValue] = field(default_factory=dict)
+    worlds: list[LocatedValue] = field(default_factory=list)
     """The total number of ranks, each time that the block states it."""
-    sizes: Given | None = None
+    sizes: LocatedValue | None = None
     """The number of ranks in each task, as the block states them (a list)."""
-    placement: Given | None = None
+    placement: LocatedValue | None = None
     """The requested placement of ranks on nodes, in Ray's terms."""
     problems: list[Problem] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ class Draft(Struct):
                 "keep one of them",
             )
             return
-        self.options[name] = Given(value, path)
+        self.options[name] = LocatedValue(value, path)
 
     def set_kind(self, kind: object, path: Path) -> None:
         """Set the kind; a second, different one is a problem."""
@@ -105,7 +105,7 @@ class Draft(Struct):
             at = path_text(self.kind.path)
             self.add(path, f"`{path[-1]}` means {kind}, but `{at}` means {self.kind.value}", "keep one of them")
             return
-        self.kind = Given(kind, path)
+        self.kind = LocatedValue(kind, path)
 
 
 def read_block(block: Mapping[str, object], path: Path, locate: Callable[[Path], Mark]) -> Draft:
@@ -219,7 +219,7 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
                 hint = "write the needs of the tasks in `resources`; each task of a world gets a separate node"
                 draft.add((*here, key), f"`{key}` of `placement_group` is not supported", hint)
         if "strategy" in group:
-            draft.placement = Given(group["strategy"], (*here, "strategy"))
+            draft.placement = LocatedValue(group["strategy"], (*here, "strategy"))
 
 
 def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
@@ -236,11 +236,11 @@ def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
                 "write a whole number of at least 1",
             )
     if "num_gpus" in counts:
-        draft.worlds.append(Given(counts["num_gpus"], (*path, "num_gpus")))
+        draft.worlds.append(LocatedValue(counts["num_gpus"], (*path, "num_gpus")))
     if "num_workers" in counts:
-        draft.worlds.append(Given(counts["num_workers"], (*path, "num_workers")))
+        draft.worlds.append(LocatedValue(counts["num_workers"], (*path, "num_workers")))
     if "gpus_per_node" in counts and "num_nodes" in counts:
-        draft.sizes = Given([counts["gpus_per_node"]] * counts["num_nodes"], (*path, "gpus_per_node"))
+        draft.sizes = LocatedValue([counts["gpus_per_node"]] * counts["num_nodes"], (*path, "gpus_per_node"))
     each = block.get("resources_per_worker")
     gpus = each.get("GPU", 1) if isinstance(each, Mapping) else 1
     if gpus != 1:
@@ -251,7 +251,7 @@ def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
     if resources is not None:
         sizes = [item.get("GPU") for item in resources if isinstance(item, Mapping)] if isinstance(resources, list) else []
         if sizes and all(isinstance(size, int) and size >= 1 for size in sizes):
-            draft.sizes = Given(sizes, (*path, "resources"))
+            draft.sizes = LocatedValue(sizes, (*path, "resources"))
         else:
             draft.add(
                 (*path, "resources"),

@@ -93,11 +93,11 @@ def _values(draft: Draft) -> dict[str, Any]:
     Report wrong values, an unknown kind, and an option without effect.
     """
     options: dict[str, Any] = {}
-    for name, given in draft.options.items():
+    for name, option in draft.options.items():
         try:
-            options[name] = normal_value(name, given.value)
+            options[name] = normal_value(name, option.value)
         except InvalidValue as invalid:
-            draft.add(given.path, f"`{given.path[-1]}` has an invalid value: {given.value!r}", f"write {invalid}")
+            draft.add(option.path, f"`{option.path[-1]}` has an invalid value: {option.value!r}", f"write {invalid}")
     if "state_dict_type" in options:
         message = "`state_dict_type` has no effect: the calls of the program define which state is saved"
         hint = (
@@ -183,12 +183,12 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
         for name in MESH_SIZES:
             if name in options:
                 draft.add(draft.options[name].path, f"`{name}` cannot be combined with a mesh", "remove one of them")
-        given = dict(zip(draft.names, draft.shape, strict=True))
-        mesh = regular_mesh(kind, given, options)
+        axes = dict(zip(draft.names, draft.shape, strict=True))
+        mesh = regular_mesh(kind, axes, options)
         if (places := prod(draft.shape)) != world:
             product = " × ".join(map(str, draft.shape))
             message = f"the mesh has {product} = {places} places, but the group has {_ranks(sizes)}"
-            regular = given if isinstance(mesh, Misfit) else mesh
+            regular = axes if isinstance(mesh, Misfit) else mesh
             draft.add(draft.mesh_path, message, _other_shape(tuple(regular), tuple(regular.values()), world))
     if isinstance(mesh, Misfit):
         path = draft.mesh_path or (draft.options[mesh.name].path if mesh.name in draft.options else draft.path)
@@ -231,7 +231,7 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
     if block is None:
         return None, ()
     if world is None:
-        message = "`strategy` needs ranks, and no task of the group has any"
+        message = "`strategy` needs ranks, but the spec does not define how many ranks this group has"
         hint = "add `ranks: {size: N}` to its tasks, or a `launcher` to the group"
         return None, (Problem(where=block.mark_at(block.path), message=message, hint=hint),)
     strategy, problems = parse_strategy(block.value, [item.size for item in world.tasks], path=block.path, locate=block.mark_at)

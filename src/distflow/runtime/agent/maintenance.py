@@ -89,7 +89,7 @@ class Maintenance:
         self._loop.job(lambda: reaping.reap(self._root, request), done)
 
     def _recall(self, request: Json, done: _Done) -> None:
-        self._loop.job(lambda: cleaning.recall(self._root, request), done)
+        self._loop.job(lambda: cleaning.list_unknown_workflows(self._root, request), done)
 
     def _uninstall(self, request: Json, done: _Done) -> None:
         self._loop.job(lambda: cleaning.uninstall(self._root, request), done)

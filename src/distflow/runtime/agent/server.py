@@ -212,12 +212,12 @@ class _Agent:
         if request.get("gpus") and "users" not in request:
             from distflow.runtime.leases import gpu_users
 
-            def on_users(seen: Union[Json, OpError]) -> None:
-                known = {"users": []} if isinstance(seen, OpError) else seen
-                self._dispatch(dict(request, **known))
+            def on_gpus(result: Union[Json, OpError]) -> None:
+                gpus = {"users": []} if isinstance(result, OpError) else result
+                self._dispatch(dict(request, **gpus))
 
             with_users = not request.get("share_gpus")
-            self._loop.job(lambda: gpu_users.read_gpus(with_users), on_users, is_quick=facts.is_quick())
+            self._loop.job(lambda: gpu_users.read_gpus(with_users), on_gpus, is_quick=facts.is_quick())
             return
         attempt = request["attempt"]
         # If the lease was released and is requested again at once, its pair may still be exiting.
@@ -375,7 +375,8 @@ class _Agent:
         if not log_files.is_output(name):
             raise OpError(
                 "bad_request",
-                "`file` must be `output.log`, `output.idx`, `output.samples` or a later part, not {!r}".format(name),
+                "`file` must be `output.log`, `output.idx`, `output.samples` or a later part "
+                "(`output-<offset>-<lines>.log` or `.idx`), not {!r}".format(name),
             )
         has_ended = self._watches.status(watch)["phase"] == "ended"
         answer({})

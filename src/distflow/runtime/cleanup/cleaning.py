@@ -22,7 +22,7 @@ from distflow.runtime.probes.facts import free_bytes
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 
-__all__ = ["clean", "recall", "remove_venv", "survey", "uninstall"]
+__all__ = ["clean", "list_unknown_workflows", "remove_venv", "survey", "uninstall"]
 
 
 _KEPT = {"output", "exit.json", "error.json", "launch.json", "workflow.json"}
@@ -332,12 +332,13 @@ def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
     for name in sorted(set(os.listdir(root)) - {"runtime", root_directory.MARKER}) + ["runtime"]:
         path = os.path.join(root, name)
         if name == BLOBS:
-            for blob in os.listdir(path):
-                if _BLOB_NAME.fullmatch(blob):
-                    _try(os.unlink, os.path.join(path, blob), left)
-            if os.listdir(path):
+            ours = [blob for blob in os.listdir(path) if _BLOB_NAME.fullmatch(blob)]
+            for blob in ours:
+                _try(os.unlink, os.path.join(path, blob), left)
+            remaining = os.listdir(path)
+            if not set(remaining) <= set(ours):
                 left.append("{}: it contains files that do not belong to distflow".format(path))
-            elif _try(os.rmdir, path, left):
+            elif not remaining and _try(os.rmdir, path, left):
                 removed.append(path)
         elif name in _DIRECTORIES:
             if os.path.lexists(path) and _try(_remove_tree, path, left):
@@ -396,7 +397,7 @@ def _try(remove: Callable[[str], object], path: str, left: List[str]) -> bool:
     return True
 
 
-def recall(root: str, request: Json) -> Json:
+def list_unknown_workflows(root: str, request: Json) -> Json:
     """Return all workflows except the ``known`` ones: their attempts, and the newest note that is stored with an attempt."""
     known = set(request.get("known") or [])
     return {"workflows": [_workflow(root, uuid) for uuid in attempts.workflows(root) if uuid not in known]}

@@ -78,8 +78,8 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, "error.json"))
         error = records.read_error(directory)
-        known = dict(state.get("exit") or {}, message=message, output_bytes=log_files.end_of(directory), error=error)
-        end = records.make_end(state, reason, **known)
+        fields = dict(state.get("exit") or {}, message=message, output_bytes=log_files.end_of(directory), error=error)
+        end = records.make_end(state, reason, **fields)
         os.fsync(records.write_end(dir_fd, -1, end))
     finally:
         os.close(lock)

@@ -37,6 +37,7 @@ class _Leftover(NamedTuple):
     attempt: str
     why: str
     is_ours: bool
+    """Whether it may be killed: it belongs to this root and this user."""
 
 
 def reap(root: str, request: Json) -> Json:
@@ -117,9 +118,9 @@ class _Leftovers:
         group = process_tree.cgroup_name(state.get("command") or {})
         if group and state.get("boot_id") == self._boot:
             self._cgroups[group] = name
-        known = state.get("container")
-        if known and (known["program"], known["env"]) not in self._engines:
-            self._engines.append((known["program"], known["env"]))
+        container = state.get("container")
+        if container and (container["program"], container["env"]) not in self._engines:
+            self._engines.append((container["program"], container["env"]))
 
     def unsettled(self) -> List[str]:
         """Return this machine's attempts with neither a pair nor a recorded end. Several machines may share a root over NFS."""

@@ -176,7 +176,7 @@ def read_text(directory: str, name: str) -> str:
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     """Return the attempt's error file (torch's format), shortened to fit into the record.
 
-    Secrets are masked in the result and in the file itself. The result can always be encoded as UTF-8.
+    ``mask`` masks secrets in the result and in the file itself. The result can always be encoded as UTF-8.
     Returns None if there is no readable error file, or if it is not a JSON object.
     """
     clean_error(directory, mask)
@@ -192,10 +192,10 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
             return None
     if not isinstance(error, dict):
         return None
-    known: Json = error if mask is None else mask.tree(error)
-    if len(json.dumps(known)) <= _ERROR_BYTES:
-        return known
-    message: Any = known.get("message")
+    masked: Json = error if mask is None else mask.tree(error)
+    if len(json.dumps(masked)) <= _ERROR_BYTES:
+        return masked
+    message: Any = masked.get("message")
     if isinstance(message, dict):
         message = message.get("message")
     return {"message": str(message)[:_TEXT], "truncated": True}
@@ -229,8 +229,8 @@ def describe_exit(end: Json) -> str:
     return "signal {}".format(end["signal"]) if end.get("signal") else "exit code {}".format(end.get("exit_code"))
 
 
-def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
-    """Return the record of an end. ``known`` sets fields, such as ``exit_code``, ``signal`` and ``ended_at``."""
+def make_end(state: Json, reason: EndReason, **fields: Any) -> Json:
+    """Return the record of an end. ``fields`` sets fields, such as ``exit_code``, ``signal`` and ``ended_at``."""
     end: Dict[str, Any] = {
         "exit_code": None,
         "signal": None,
@@ -245,7 +245,7 @@ def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
         "error": None,
         "kernel": None,
     }
-    end.update(known)
+    end.update(fields)
     if end["ended_at"] is None:
         end["ended_at"] = now()
     for name in ("why", "message"):

@@ -72,14 +72,15 @@ def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> st
     ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
     """
     if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
-        raise OpError("bad_request", "the path {!r} is not below the attempt's directory".format(relative))
+        raise OpError("bad_request", "the path {!r} must be relative, without `..` and NUL bytes".format(relative))
     path = os.path.normpath(os.path.join(top, relative))
     if known is not None and os.path.dirname(path) in known:
         return path
     if os.path.normpath(top) not in (path, os.path.dirname(path)):
         real_top, parent = os.path.realpath(top), os.path.realpath(os.path.dirname(path))
         if parent != real_top and not parent.startswith(real_top + os.sep):
-            raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
+            text = "the path {!r} leads through a link out of the directory that must contain it"
+            raise OpError("bad_request", text.format(relative))
     if known is not None:
         known.add(os.path.dirname(path))
     return path

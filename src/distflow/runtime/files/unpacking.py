@@ -105,9 +105,8 @@ def _unpack_members(
             os.link(source, path, follow_symlinks=False)
             _refuse_outside(top, path)
         else:
-            raise OpError(
-                "bad_request", "the archive contains {!r}, which is not an ordinary file, directory or link".format(member.name)
-            )
+            text = "the archive contains {!r}, which is not an ordinary file, directory or link; pack the archive without it"
+            raise OpError("bad_request", text.format(member.name))
     return has_links
 
 

@@ -23,7 +23,7 @@ __all__ = ["AgentConnections", "AttemptHandles", "connect", "listen"]
 _CONTROL = "control"
 
 _Answer = Callable[[Json], None]
-_Requested = Callable[[Json, _Answer], None]
+_OnRequest = Callable[[Json, _Answer], None]
 
 
 def _address(dir_fd: int) -> str:
@@ -64,13 +64,13 @@ def connect(directory: str) -> socket.socket:
 class AgentConnections:
     """The connected agents.
 
-    ``requested(request, answer)`` is called for each request. Its exceptions are sent as error replies.
+    ``on_request(request, answer)`` is called for each request. Its exceptions are sent as error replies.
     """
 
-    def __init__(self, listener: int, selector: selectors.BaseSelector, requested: _Requested) -> None:
+    def __init__(self, listener: int, selector: selectors.BaseSelector, on_request: _OnRequest) -> None:
         self._listener = socket.socket(fileno=listener)
         self._selector = selector
-        self._requested = requested
+        self._on_request = on_request
         self._connections: List[socket.socket] = []
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -112,7 +112,7 @@ class AgentConnections:
         for request in requests:
             number = request.get("id")
             try:
-                self._requested(request, functools.partial(self._answer, connection, number))
+                self._on_request(request, functools.partial(self._answer, connection, number))
             except OpError as error:
                 self._send(connection, {"id": number, "ok": False, "error": error.as_json()})
             except Exception as error:  # an error in a request must not end the task

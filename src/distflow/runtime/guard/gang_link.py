@@ -46,7 +46,7 @@ _LINGER_S = 20.0
 _MAX_TEXT = 500
 _NEVER = float("inf")
 
-Failed = Callable[[str, str], None]
+OnFailure = Callable[[str, str], None]
 """Callback that gets the name of the failed task and how it failed."""
 
 
@@ -62,10 +62,10 @@ class GangLink:
     Call ``tick`` at ``due_at``. Its sockets are in the selector, with callbacks as data.
     """
 
-    def __init__(self, gang: Json, listener: int, selector: selectors.BaseSelector, failed: Failed) -> None:
+    def __init__(self, gang: Json, listener: int, selector: selectors.BaseSelector, on_failure: OnFailure) -> None:
         self._gang = gang
         self._selector = selector
-        self._failed = failed
+        self._on_failure = on_failure
         self._failure: Optional[Json] = None
         """The first reported failure. Later failures are ignored."""
         self._peers: List[_Peer] = []
@@ -172,9 +172,9 @@ class GangLink:
         elif "bye" in message:
             self._done.add(peer.task)
         elif "failed" in message:
-            failed = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_MAX_TEXT]}
+            failure = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_MAX_TEXT]}
             peer.knows_failure = True
-            self._spread_failure(failed)
+            self._spread_failure(failure)
         else:  # the peer has just proved itself
             self._tries = 0
             self._send_failure_to(peer)
@@ -183,7 +183,7 @@ class GangLink:
         if self._failure is None:
             self._failure = failure
             if failure["task"] != self._gang["task"]:
-                self._failed(str(failure["task"]), str(failure["why"]))
+                self._on_failure(str(failure["task"]), str(failure["why"]))
         for peer in list(self._peers):
             self._send_failure_to(peer)
 

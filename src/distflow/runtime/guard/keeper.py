@@ -247,17 +247,17 @@ class _Keeper:
     def _finish(self) -> None:
         self._output.drain()
         self._state["lost_output_bytes"] = self._output.lost
-        known = dict(self._exit or {})
+        fields = dict(self._exit or {})
         attempt_files.remove_secrets(self._handles.directory)
-        known.update(output_bytes=self._output.size, error=records.read_error(self._handles.directory, self._mask))
+        fields.update(output_bytes=self._output.size, error=records.read_error(self._handles.directory, self._mask))
         process_tree.remove_cgroup(self._state["command"] or {})
-        known["kernel"] = self._kernel_entries(known)
-        known["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
-        known["all_ended"] = not self._killer.message
-        self._await_empty_gpus(known)
+        fields["kernel"] = self._kernel_entries(fields)
+        fields["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
+        fields["all_ended"] = not self._killer.message
+        self._await_empty_gpus(fields)
         if self._reason is EndReason.RUNNER_DIED:
-            known["message"] = known["message"] or "the task's runner was killed (by hand?)"
-        end = records.make_end(self._state, self._reason or EndReason.EXITED, **known)
+            fields["message"] = fields["message"] or "the task's runner was killed (by hand?)"
+        end = records.make_end(self._state, self._reason or EndReason.EXITED, **fields)
         # Release the lease before the end is reported, because the next task may request the GPUs immediately. Otherwise the
         # runner, which exits last, would still hold it.
         self._handles.unlock()
@@ -269,28 +269,28 @@ class _Keeper:
         if self._gang is not None:
             self._gang.finish()
 
-    def _await_empty_gpus(self, known: Json) -> None:
+    def _await_empty_gpus(self, fields: Json) -> None:
         """Wait until no process of the attempt is left on its GPUs, or add the remaining ones to the message."""
         if self._handles.gpu_ids and self._command is not None:
             from distflow.runtime.leases import gpu_users
 
             left = gpu_users.wait_until_empty(self._handles.gpu_ids, self._handles.attempt)
             if left:
-                known["all_ended"] = False
-                known["message"] = "; ".join(filter(None, [known["message"], "processes left on its GPUs: " + left]))
+                fields["all_ended"] = False
+                fields["message"] = "; ".join(filter(None, [fields["message"], "processes left on its GPUs: " + left]))
 
-    def _kernel_entries(self, known: Json) -> Optional[Json]:
+    def _kernel_entries(self, fields: Json) -> Optional[Json]:
         """Return entries of the kernel's log for a command that failed by itself; None for other ends."""
-        code, number = known.get("exit_code"), known.get("signal")
+        code, number = fields.get("exit_code"), fields.get("signal")
         if self._reason is not None or self._command is None or code == 0:
             return None
         from distflow.runtime.guard import kernel_log
 
-        pids = {self._command.pid} | self._killed | kernel_log.named_pids(self._handles.directory, known["error"])
+        pids = {self._command.pid} | self._killed | kernel_log.named_pids(self._handles.directory, fields["error"])
         is_killed = number == signal.SIGKILL or code == _KILLED_CODE
         container_id = records.read_text(self._handles.directory, "container.id") if self._container is not None else ""
         return kernel_log.find_entries(
-            self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, container_id, self._handles.other_gpus
+            self._state["started_at"], fields.get("ended_at") or now(), pids, is_killed, container_id, self._handles.other_gpus
         )
 
     # -- requests

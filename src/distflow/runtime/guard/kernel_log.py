@@ -171,7 +171,7 @@ def named_pids(directory: str, error: Any) -> Set[int]:
 
 
 def _is_about(text: str, pid: int) -> bool:
-    """Return whether a line may be about the kill of this process. Only ``oom-kill:`` lines name theirs."""
+    """Return whether a line may be about the kill of this process. Only ``oom-kill:`` lines name a process."""
     constraint = _CONSTRAINT.search(text)
     return constraint is None or int(constraint.group(1)) == pid
 

@@ -185,9 +185,9 @@ class _Log:
         self._segment = Segment(0, 0, "log")
         self._lines: Optional[int] = None
         """Line feeds so far; None if they have not been counted yet."""
-        known = log_files.segments(dir_fd, "log")
-        if known and known[-1].start:
-            self._enter(known[-1])
+        segments = log_files.segments(dir_fd, "log")
+        if segments and segments[-1].start:
+            self._enter(segments[-1])
         self.size = self._segment.start + os.fstat(self._text).st_size
         if self.size == 0:
             self._lines = 0
@@ -242,8 +242,8 @@ class _Log:
         """Begin the next file, and remove segments that are no longer kept. Returns False if the file cannot be opened."""
         try:
             if self._lines is None:
-                written = os.open(self._segment.name, os.O_RDONLY, dir_fd=self._dir_fd)
-                self._lines = self._segment.lines + _count_lines(written)
+                fd = os.open(self._segment.name, os.O_RDONLY, dir_fd=self._dir_fd)
+                self._lines = self._segment.lines + _count_lines(fd)
             self._enter(Segment(self.size, self._lines, "log"))
         except OSError:
             return False
@@ -269,6 +269,7 @@ class _Log:
 
 
 def _count_lines(fd: int) -> int:
+    """Return the number of line feeds in the file, and close ``fd``."""
     count = 0
     try:
         while True:
@@ -341,12 +342,12 @@ def open_rank_pipes(directory: str) -> Dict[int, int]:
     return pipes
 
 
-def rank_variables(directory: str, output: int, given: Dict[str, str]) -> Dict[str, str]:
+def rank_variables(directory: str, output: int, env: Dict[str, str]) -> Dict[str, str]:
     """Return the variables by which ranks find their pipes. ``output`` is the pipe of the command's own output."""
     script = os.path.join(directory, RANK_PYTHON)
     if not os.path.isdir(os.path.join(directory, RANKS)):
         return {}
     variables = {"DISTFLOW_OUTPUT_PIPE": "pipe:[{}]".format(os.fstat(output).st_ino)}
-    if "PYTHON_EXEC" not in given and os.access(script, os.X_OK):  # false where the root is mounted `noexec`
+    if "PYTHON_EXEC" not in env and os.access(script, os.X_OK):  # false where the root is mounted `noexec`
         variables["PYTHON_EXEC"] = script
     return variables

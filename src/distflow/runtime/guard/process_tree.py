@@ -272,7 +272,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 class MemoryLimit:
-    """A limit of ``limit`` bytes for the sum of all descendants of the process ``root``."""
+    """A limit of ``limit`` bytes for the total memory of all descendants of the process ``root``."""
 
     def __init__(self, limit: int, root: int) -> None:
         self._limit = limit

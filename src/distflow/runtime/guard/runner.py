@@ -96,7 +96,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     state: Json = records.read_state(handles.directory) or {}
     spawned = state.get("command") or {}
     command = spawned.get("pid", 0)
-    known: Json = dict(state.get("exit") or {})
+    fields: Json = dict(state.get("exit") or {})
     output = Output(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
     output.limit(state.get("max_log"))
     output.add(output_read)
@@ -113,7 +113,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
         ended, are_left = processes.reap()
         for pid, status in ended:
             if pid == command:
-                known = dict(records.as_exit(status), ended_at=now())
+                fields = dict(records.as_exit(status), ended_at=now())
         if not are_left or killer.is_over:
             break
         killer.step()
@@ -124,15 +124,15 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     output.drain()
     attempt_files.remove_secrets(handles.directory)
     handles.unlock()
-    known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(handles.directory, mask))
+    fields.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(handles.directory, mask))
     from distflow.runtime.guard import kernel_log
 
-    ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
-    known["kernel"] = kernel_log.find_entries(
+    ended_at, pids = fields.get("ended_at") or now(), {command, keeper_pid}
+    fields["kernel"] = kernel_log.find_entries(
         state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=handles.other_gpus
     )
-    known["message"] = killer.message or container_error or "the task's keeper {}".format(_describe_status(keeper_status))
-    end = records.make_end(state, records.stop_reason(state) or EndReason.KEEPER_DIED, **known)
+    fields["message"] = killer.message or container_error or "the task's keeper {}".format(_describe_status(keeper_status))
+    end = records.make_end(state, records.stop_reason(state) or EndReason.KEEPER_DIED, **fields)
     os.fsync(records.write_end(handles.dir_fd, handles.record, end))
 
 

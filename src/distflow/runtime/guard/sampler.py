@@ -1,4 +1,4 @@
-"""The sampler: a process that records the use of CPU, memory and disk by one attempt, of its GPUs, and of the node's network.
+"""The sampler: a process that records an attempt's use of CPU, memory, disk and GPUs, and the traffic of the node's network.
 
 The runner forks it. It is a separate process because a call of a GPU's driver may hang or crash, which must not disturb the
 task. It continues while no agent is connected, and ends with the runner.

@@ -111,7 +111,7 @@ def _description(pid: str, name: str, memory: str) -> str:
         who = []
     who += [os.path.basename(name), *(["{} MiB".format(memory)] if memory.isdigit() else [])]
     origin = (
-        "left by a task of distflow (see `distflow node reap`)"
+        "started by a task of distflow (if that task has ended, run `distflow node reap`)"
         if attempt_of(int(pid))
         else "which is not known to be a task of distflow"
     )

@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def reach(request: Json) -> Callable[[], Json]:
-    """Return a job that connects to each target. Its ``results`` have the order of the targets."""
+    """Return a job that connects to each target and checks the word that it receives. Its ``results`` are in the same order."""
     targets = [(str(one["address"]), int(one["port"]), str(one["word"])) for one in request["targets"]]
     timeout_s = min(float(request.get("limit_s") or 5.0), _MAX_TIME_S)
 

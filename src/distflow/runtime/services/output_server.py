@@ -1,8 +1,8 @@
 """The output server: lists the files of one attempt and sends them one by one. The attempt may have ended or still run.
 
 Standard input: a line ``{"attempt", "place"}``, then a line ``{"file", "at", "prefix"}`` for each file. ``place`` is ``output``
-(the task's ``{{output}}``) or ``work`` (its working directory, without unchanged given files and ``__pycache__``).
-``at`` is the number of bytes that the submitter already has, and ``prefix`` their SHA-256.
+(the task's ``{{output}}``) or ``work`` (the files that were written to its working directory after ``prepare``, without
+``__pycache__``). ``at`` is the number of bytes that the submitter already has, and ``prefix`` their SHA-256.
 
 Standard output: lines ``{"entries": [[name, size, modified_ns, is_executable, link], …]}``, and a line ``{"others": n}`` with
 the number of entries that cannot be sent, such as sockets. Then, for each file, ``{"at", "size", "modified_ns"}``, frames with
@@ -111,12 +111,12 @@ def _files(top: str, since: Optional[float]) -> Iterator[Tuple[str, os.stat_resu
     for name, info in walk(top, ""):
         if stat.S_ISDIR(info.st_mode):
             continue
-        if since is None or (info.st_mtime > since and not _is_given(os.path.join(top, name), name)):
+        if since is None or (info.st_mtime > since and not _is_excluded(os.path.join(top, name), name)):
             yield name, info
 
 
-def _is_given(path: str, name: str) -> bool:
-    """Return whether a file is not an output of the command: a given file that is unchanged, or a file of ``__pycache__``."""
+def _is_excluded(path: str, name: str) -> bool:
+    """Return whether a file is not the command's own: an unchanged blob that distflow placed, or a file of ``__pycache__``."""
     return _CACHE in name.split("/") or (os.path.exists(path) and blobs.is_complete(path))
 
 

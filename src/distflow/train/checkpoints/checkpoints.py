@@ -111,7 +111,7 @@ class Checkpoints:
     ) -> None:
         """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
-        It is complete after ``wait()``, another call, ``train.finish()`` or the end of the process, which report errors.
+        The save is complete after ``wait()``, another call, ``train.finish()`` or the end of the process, which report errors.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -133,7 +133,8 @@ class Checkpoints:
         """Load the newest complete checkpoint and return its step, or ``None`` if none exists.
 
         Broken checkpoints are skipped with a warning. The random state is restored only on the same number of ranks. Raises
-        ``CheckpointError`` if a complete checkpoint is of another model, or lacks a state of ``others``.
+        ``CheckpointError`` if a complete checkpoint is of another model, or lacks a state of ``others``, and
+        ``TypeError`` for LBFGS.
         """
         check_votes_allowed()
         self.wait()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distflow.train.torch_private import named_groups, recorded_collectives
 
-__all__ = ["current_collective", "known_collectives", "serve_collectives"]
+__all__ = ["current_collective", "report_collectives", "serve_collectives"]
 
 _SEND_TIMEOUT_S = 5.0
 _is_serving = False
@@ -58,14 +58,14 @@ def _serve(listener: socket.socket) -> None:
             caller, _ = listener.accept()
             with caller:
                 caller.settimeout(_SEND_TIMEOUT_S)
-                caller.sendall(json.dumps(known_collectives()).encode())
+                caller.sendall(json.dumps(report_collectives()).encode())
 
 
-def known_collectives() -> dict[str, Any]:
-    """Return ``{"rank": …, "groups": […]}``. Each group has ``name``, ``ranks`` and the fields of ``current_collective``.
+def report_collectives() -> dict[str, Any]:
+    """Return this rank's collectives as ``{"rank": …, "groups": […]}``.
 
-    The result is empty without a world, and if entries lack their group, as in gloo with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``
-    (torch 2.13).
+    Each group has ``name``, ``ranks`` and the fields of ``current_collective``. The result is empty without a world, and if
+    entries lack their group, as in gloo with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (torch 2.13).
     """
     if not dist.is_initialized():
         return {}

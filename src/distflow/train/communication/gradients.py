@@ -33,7 +33,7 @@ __all__ = [
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Number of backward passes of each model in the current step."""
-_averaged: WeakSet[nn.Module] = WeakSet()
+_warned_or_averaged: WeakSet[nn.Module] = WeakSet()
 """Models that were given to ``local_sgd``, or about which ``accumulate`` has warned."""
 _averagers: WeakKeyDictionary[nn.Module, PeriodicModelAverager] = WeakKeyDictionary()
 """The averager of each model under ``local_sgd``. The key is the module that DDP wraps."""
@@ -81,8 +81,8 @@ def accumulate(model: nn.Module, steps: int, *, sync_every: int = 1) -> Iterator
     """
     if steps < 1:
         raise ValueError(f"every={steps}: give 1 or more")
-    if sync_every > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
-        _averaged.add(model)
+    if sync_every > 1 and isinstance(model, DistributedDataParallel) and model not in _warned_or_averaged:
+        _warned_or_averaged.add(model)
         warnings.warn(
             f"the strategy says sync_gradients_every: {sync_every}, but gradients are averaged in every step: write "
             "`optimizer = plan.local_sgd(optimizer)` before the first step",
@@ -113,7 +113,7 @@ def local_sgd(
     """Implement ``ParallelPlan.local_sgd``, for a model in DDP without compression."""
     if every < 1:
         raise ValueError(f"every={every}: give 1 or more")
-    _averaged.add(model)
+    _warned_or_averaged.add(model)
     if every == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return optimizer
     # Importing this module makes torch compile scripts, which causes a warning.

@@ -68,7 +68,7 @@ def prepare_process() -> None:
 
 
 def _redirect_output() -> None:
-    """Write to the pipe that distflow reads for this rank alone, if it exists, except a stream that the task redirected."""
+    """Send standard output and error to this rank's own pipe, if distflow reads one. Leave streams that the task redirected."""
     folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     if not folder or "DISTFLOW_OUTPUT_PIPE" not in os.environ:
         return

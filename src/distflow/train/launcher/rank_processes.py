@@ -48,7 +48,7 @@ class RankEnd:
     pid: int
     code: int
     """The exit code or the negative signal number; 1 if the launcher ended the rank after the rank had raised an exception."""
-    seen_ns: int
+    noticed_ns: int
     """When the launcher noticed the end, by the clock of the file system with the error files, in nanoseconds."""
     was_asked: bool
     """Whether the launcher had asked the running ranks to stop."""
@@ -118,8 +118,8 @@ def supervise(
     while watch.running:
         waiter.wait(watch.wait_s())
         watch.collect_ends()
-        if waiter.signals and watch.asked is None:
-            watch.asked = waiter.signals[0]
+        if waiter.signals and watch.stop_signal is None:
+            watch.stop_signal = waiter.signals[0]
             watch.stop(stop_grace_s)
         elif watch.first_failure() is not None or watch.has_raised():
             watch.stop(failure_grace_s, sooner=True)
@@ -137,7 +137,7 @@ class _Watch:
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.running = list(ranks)
         self.ends: list[RankEnd] = []
-        self.asked: int | None = None
+        self.stop_signal: int | None = None
         """The signal that asked this process to stop."""
         self._deadline: float | None = None
         """When the running ranks will be killed, on the monotonic clock."""
@@ -152,11 +152,11 @@ class _Watch:
             code = rank.poll()
             if code is not None:
                 self.running.remove(rank)
-                seen_ns, failure = _now_ns(rank.error_file.parent), read_failure(rank.error_file)
+                noticed_ns, failure = _now_ns(rank.error_file.parent), read_failure(rank.error_file)
                 if failure is not None and self._was_asked and code < 0:
                     code = 1
                 self.ends.append(RankEnd(
-                    rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_asked=self._was_asked,
+                    rank=rank.rank, pid=rank.pid, code=code, noticed_ns=noticed_ns, was_asked=self._was_asked,
                     was_killed=self._was_killed, failure=failure,
                 ))  # fmt: skip
 
@@ -189,7 +189,7 @@ class _Watch:
 
         def order(end: RankEnd) -> tuple[bool, int]:
             if end.failure is None:
-                return False, end.seen_ns
+                return False, end.noticed_ns
             # Other ranks may end before a rank that raised first, so compare the times at which error files were written.
             return is_symptom(end.failure.report.message), end.failure.written_ns
 
@@ -197,13 +197,13 @@ class _Watch:
 
     def outcome(self) -> LaunchOutcome:
         first = self.first_failure()
-        is_stop = self.asked is not None or any(end.is_stop and not end.was_asked for end in self.ends)
+        is_stop = self.stop_signal is not None or any(end.is_stop and not end.was_asked for end in self.ends)
         if is_stop and first is not None and first.failure is not None and is_symptom(first.failure.report.message):
             first = None  # the rank only lost another rank, which stopped on request
         if first is not None:
             return LaunchOutcome(exit_code=first.exit_code, first=first)
         if any(end.code for end in self.ends):
-            return LaunchOutcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None)
+            return LaunchOutcome(exit_code=STOPPED if self.stop_signal is None else 128 + self.stop_signal, first=None)
         return LaunchOutcome(exit_code=0, first=None)
 
 

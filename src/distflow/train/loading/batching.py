@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from distflow.train.communication.gradients import uses_local_sgd
 from distflow.train.communication.votes import channel, without_votes
-from distflow.train.strategies.description import given_strategy, warn_of_conflict
+from distflow.train.strategies.description import configured_strategy, warn_of_conflict
 
 __all__ = [
     "Arguments",
@@ -91,8 +91,8 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
     """Split batches until every rank has the same number of batches. Collective.
 
     A rank with fewer batches than other ranks splits its largest batches in two. A rank with fewer samples than other ranks
-    have batches repeats some samples, and warns. Raises ``ValueError``, on all ranks, for an empty batch or a rank without
-    samples.
+    have batches repeats some samples, and warns. Raises ``ValueError``, on all ranks, for an empty batch, or if only some ranks
+    have samples.
     """
     group, device = channel(group)
     counts = torch.tensor([len(batches), -sum(map(len, batches)), not all(batches)], device=device)
@@ -108,7 +108,7 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
         position = max(range(len(result)), key=lambda index: len(result[index]))
         largest = result[position]
         if len(largest) == 1:
-            message = f"this rank has {len(result)} samples, and another one {count} batches, so it repeats some samples"
+            message = f"this rank has {len(result)} samples, but another rank has {count} batches, so this rank repeats samples"
             warnings.warn(f"{message}: give every rank at least {count} samples", stacklevel=2)
             result += [result[index % len(result)] for index in range(count - len(result))]
             break
@@ -140,7 +140,7 @@ def own_share() -> tuple[int, int]:
     if not dist.is_initialized():
         return 0, 1
     warn_of_conflict()
-    strategy = given_strategy()
+    strategy = configured_strategy()
     return (dist.get_rank(), dist.get_world_size()) if strategy is None else strategy.data_shard(dist.get_rank())
 
 
@@ -173,7 +173,7 @@ def batch_sizes(
     if shares is None:
         shares = own_share()[1]
     ranks = dist.get_world_size() if dist.is_initialized() else shares
-    if global_batch_size is None and per_rank_batch_size is None and (strategy := given_strategy()) is not None:
+    if global_batch_size is None and per_rank_batch_size is None and (strategy := configured_strategy()) is not None:
         global_batch_size = strategy.batch_size
     for name, value in (
         ("global_batch_size", global_batch_size), ("per_rank_batch_size", per_rank_batch_size), ("shares", shares),

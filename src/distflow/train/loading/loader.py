@@ -74,7 +74,8 @@ class EpochSampler(Sampler[int]):
         self.world_size = own[1] if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank={self.rank} is not below world_size={self.world_size}, the number of ranks with different samples"
+                f"rank={self.rank} must be at least 0 and below world_size={self.world_size}, the number of ranks with "
+                "different samples"
             )
         self.epoch = 0
         self.position = 0
@@ -87,7 +88,7 @@ class EpochSampler(Sampler[int]):
                 f"the loader was made for share {self.rank} of {self.world_size}, but this rank's is {own[0]} of {own[1]} now: "
                 "make it after init() and parallelize(), or give rank and world_size"
             )
-        return iter(self._left()[self.rank :: self.world_size])
+        return iter(self._remaining()[self.rank :: self.world_size])
 
     def __len__(self) -> int:
         """Return the number of remaining indices of this rank in the epoch."""
@@ -126,7 +127,8 @@ class EpochSampler(Sampler[int]):
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
-    def _left(self) -> list[int]:
+    def _remaining(self) -> list[int]:
+        """Return the remaining indices of all ranks in the epoch, in their order."""
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed * 1_000_003 + self.epoch)

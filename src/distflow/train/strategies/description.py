@@ -15,14 +15,26 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from distflow.train.strategies import options as known
-from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, InvalidValue, Misfit, StrategyOptions
+from distflow.train.strategies.options import (
+    KINDS,
+    MESH_SIZES,
+    OPTIONS,
+    InvalidValue,
+    Misfit,
+    StrategyOptions,
+    clashes,
+    default_mesh,
+    micro_batches,
+    misfits,
+    normal_value,
+    regular_mesh,
+)
 
 __all__ = [
     "Strategy",
+    "configured_strategy",
     "current_strategy",
     "data_shard",
-    "given_strategy",
     "make_strategy",
     "reset_current_strategy",
     "resolve_strategy",
@@ -61,7 +73,7 @@ class Strategy:
         """The number of samples of one step on all ranks; ``None`` if the options state neither batch size."""
         if "micro_batch_size" not in self.options:
             return self.options.get("global_batch_size")
-        return int(self.options["micro_batch_size"]) * known.micro_batches(self.mesh, self.options) * self.data_shard(0)[1]
+        return int(self.options["micro_batch_size"]) * micro_batches(self.mesh, self.options) * self.data_shard(0)[1]
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -85,8 +97,8 @@ class Strategy:
                 f"`{min(sizes)}` cannot be set on a Strategy, because its mesh is already defined: change `shape` and `names`"
             )
         merged = _normal({**self.options, **options}, list(OPTIONS))
-        _refuse(known.misfits(self.kind, merged))
-        _refuse(known.clashes(self.kind, self.mesh, merged))
+        _refuse(misfits(self.kind, merged))
+        _refuse(clashes(self.kind, self.mesh, merged))
         return replace(self, options=MappingProxyType(merged))
 
     def data_shard(self, rank: int) -> tuple[int, int]:
@@ -114,7 +126,7 @@ _conflict = ""
 def set_current_strategy(strategy: Strategy, rank: int) -> None:
     """Let calls without a plan use this strategy. A strategy of kind ``none`` (a frozen model) does not replace another."""
     global _last, _conflict  # noqa: PLW0603 (a process is in one world)
-    before = given_strategy()
+    before = configured_strategy()
     if strategy.kind == "none" and before is not None and before.kind != "none":
         return
     if _last is not None and _last[0].kind != "none" and _last[0].data_shard(rank) != strategy.data_shard(rank):
@@ -142,18 +154,17 @@ def warn_of_conflict() -> None:
 def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
     """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``, else replicas (``ddp``) on all ranks.
 
-    A process without other ranks gets ``none`` instead of ``ddp``.
-
-    With ``environ``, the last plan is ignored. Raises ``ValueError`` if the variable is not valid.
+    A process without other ranks gets ``none`` instead of ``ddp``. With ``environ``, the last plan is ignored. Raises
+    ``ValueError`` if the variable is not valid.
     """
-    if (given := given_strategy(environ)) is not None:
-        return given
+    if (configured := configured_strategy(environ)) is not None:
+        return configured
     world = int((os.environ if environ is None else environ).get("WORLD_SIZE", "1"))
     return make_strategy("ddp" if world > 1 else "none", world)
 
 
-def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
-    """Return ``current_strategy``, or ``None`` if neither a plan nor the variable exists."""
+def configured_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
+    """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``; ``None`` if neither exists."""
     if environ is None and _last is not None:
         return _last[0]
     text = (os.environ if environ is None else environ).get("DISTFLOW_STRATEGY", "")
@@ -172,12 +183,12 @@ def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
     except (ValueError, KeyError, TypeError) as error:
         example = '{"kind": "ddp", "mesh": {"shape": [2], "names": ["dp"]}, "options": {}}'
         raise ValueError(
-            f"DISTFLOW_STRATEGY is {text!r}, not JSON such as {example}: unset it, or let distflow set it"
+            f"DISTFLOW_STRATEGY is {text!r}, not a valid strategy such as {example}: unset it, or let distflow set it"
         ) from error
 
 
 def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Return this rank's share of the data and the number of shares, under ``current_strategy``."""
+    """Return the index of this rank's share of the data and the number of shares, under ``current_strategy``."""
     if environ is None:
         warn_of_conflict()
         if _last is not None:
@@ -193,7 +204,7 @@ def resolve_strategy(given: Strategy | StrategyOptions | str, world: int) -> Str
     """
     if isinstance(given, Strategy):
         _check_kind(given.kind)
-        return _on_mesh(given.kind, known.regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
+        return _on_mesh(given.kind, regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())
 
 
@@ -204,8 +215,8 @@ def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = Non
     """
     _check_kind(kind)
     given = _normal(options or {}, [*OPTIONS, *MESH_SIZES])
-    _refuse(known.misfits(kind, given))
-    mesh = known.default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
+    _refuse(misfits(kind, given))
+    mesh = default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
     return _on_mesh(kind, mesh).having({name: value for name, value in given.items() if name not in MESH_SIZES})
 
 
@@ -228,7 +239,7 @@ def _normal(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, names, n=1)
             raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         try:
-            normal[name] = known.normal_value(name, value)
+            normal[name] = normal_value(name, value)
         except InvalidValue as invalid:
             raise ValueError(f"{name} is {value!r}: give {invalid}") from None
     return normal

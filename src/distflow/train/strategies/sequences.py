@@ -43,15 +43,16 @@ def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterat
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415  it takes a second to import
 
     arguments, named = as_arguments(inputs)
-    given = [tensor for _, tensor in tensors_of((arguments, named, targets))]
+    tensors = [tensor for _, tensor in tensors_of((arguments, named, targets))]
     pieces = 2 * mesh.size()
-    shape, lengths = given[0].shape, {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in given}
+    shape, lengths = tensors[0].shape, {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
     if len(lengths) > 1 or 0 in lengths or shape[1] % pieces:
         raise ValueError(
             "context parallelism: all tensors of a batch must have the shape (samples, time, …) with one sequence length, a "
-            f"multiple of {pieces}: found {', '.join(str(tuple(tensor.shape)) for tensor in given)}. Pad the sequences"
+            f"multiple of {pieces}: found {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. Pad "
+            "the sequences, and leave out tensors of other shapes"
         )
-    positions = torch.arange(shape[1], device=given[0].device).expand(shape[:2])
+    positions = torch.arange(shape[1], device=tensors[0].device).expand(shape[:2])
     batch: tuple[Any, Any, Any] = copy_of((arguments, {"position_ids": positions, **named}, targets))
     buffers = [tensor for _, tensor in tensors_of(batch)]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):

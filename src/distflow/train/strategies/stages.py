@@ -73,9 +73,9 @@ class Pipeline(nn.Module):
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"the targets of a pipeline must be one tensor, not a {type(targets).__name__}")
         losses: list[torch.Tensor] = []
-        given, named = as_arguments(inputs) if self.is_first else ((), {})
+        positional, named = as_arguments(inputs) if self.is_first else ((), {})
         self._schedule(inputs, trains=True).step(
-            *given, **named, **({"target": targets, "losses": losses} if self.is_last else {})
+            *positional, **named, **({"target": targets, "losses": losses} if self.is_last else {})
         )
         if self._replicas is not None:
             all_reduce_mean(local_gradients(self.part.parameters()), group=self._replicas)
@@ -88,8 +88,8 @@ class Pipeline(nn.Module):
         loss.
         """
         with torch.no_grad():
-            given, named = as_arguments(inputs) if self.is_first else ((), {})
-            outputs = self._schedule(inputs, trains=False).step(*given, **named)
+            positional, named = as_arguments(inputs) if self.is_first else ((), {})
+            outputs = self._schedule(inputs, trains=False).step(*positional, **named)
             return self._from_last(loss(outputs, targets) if self.is_last else None)
 
     def _schedule(self, inputs: Batch, *, trains: bool) -> Any:

@@ -121,7 +121,7 @@ class KubernetesEngine:
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation. One query lists the pods of all of them.
 
-        Pods that are left of an allocation that has ended are deleted, unless it is queried without tasks.
+        The remaining pods of an allocation that has ended are deleted, unless ``ids`` has no tasks for it.
         """
         with self._lock:
             found: dict[str, AllocationState] = {name: self._over[name] for name in ids if name in self._over}
@@ -279,7 +279,7 @@ class KubernetesEngine:
         if not waiting or not since or _wall() - min(since) < self._pool.start_barrier_s:
             return None
         placed, why = len(pods) - len(waiting), states[waiting[0].name].message
-        message = f"only {placed} of {len(pods)} pods got a node in `start_barrier`, so all were deleted"
+        message = f"only {placed} of {len(pods)} pods got a node within `start_barrier`, so all were deleted"
         return Over(reason=None, message=f"{message}: {waiting[0].name} {why}")
 
     def _vanished(self, missing: Sequence[str], last: Mapping[str, PodState]) -> Over:

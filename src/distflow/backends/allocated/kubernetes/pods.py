@@ -100,7 +100,7 @@ def pod_group_manifest(
     """
     if settings.scheduler != "volcano":
         return None
-    given = {"queue": settings.queue, "priorityClassName": settings.priority_classes.get(wanted.priority)}
+    optional = {"queue": settings.queue, "priorityClassName": settings.priority_classes.get(wanted.priority)}
     allocation_id = str(owner["metadata"]["name"])
     return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
@@ -110,7 +110,7 @@ def pod_group_manifest(
             "labels": _labels(wanted, allocation_id),
             "ownerReferences": [_owner_reference(owner)],
         },
-        "spec": {"minMember": len(wanted.nodes), **{key: value for key, value in given.items() if value}},
+        "spec": {"minMember": len(wanted.nodes), **{key: value for key, value in optional.items() if value}},
     }
 
 
@@ -176,7 +176,7 @@ def pod_manifest(
 def _spec(
     settings: KubernetesSettings, platform: KubernetesPlatform, wanted: AllocationRequest, node: NodeRequest
 ) -> dict[str, Any]:
-    given: dict[str, Any] = {
+    optional: dict[str, Any] = {
         "serviceAccountName": settings.service_account,
         "schedulerName": settings.scheduler,
         "priorityClassName": settings.priority_classes.get(wanted.priority),
@@ -190,7 +190,7 @@ def _spec(
         "restartPolicy": "Never",
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_S,
-        **{key: value for key, value in given.items() if value},
+        **{key: value for key, value in optional.items() if value},
     }
 
 

@@ -171,8 +171,8 @@ def bundle_of(pool: str, settings: RaySettings, node: NodeRequest) -> dict[str, 
                 hint = f"add for example `platforms: {example}` to the pool"
             raise RequestRefused(f"pool {pool} has no platform `{node.platform}`", hint=hint)
         others = settings.platforms[node.platform].resources
-    given = {"CPU": float(node.cpus or 1), "GPU": float(node.gpus), "memory": float(node.memory), **others}
-    return {name: amount for name, amount in given.items() if amount}
+    resources = {"CPU": float(node.cpus or 1), "GPU": float(node.gpus), "memory": float(node.memory), **others}
+    return {name: amount for name, amount in resources.items() if amount}
 
 
 def _ray_node(host: str) -> str:

@@ -111,12 +111,12 @@ def parse_allocation(
 
 def hosts_of(names: Sequence[str]) -> list[str]:
     """Return a host name for each task: several tasks on one node get ``n1``, ``n1+2`` and so on."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     found = []
     for name in names:
-        seen[name] += 1
+        counts[name] += 1
         host = "".join(character if character.isalnum() or character in "._-" else "-" for character in name)[:200] or "node"
-        found.append(host if seen[name] == 1 else f"{host}+{seen[name]}")
+        found.append(host if counts[name] == 1 else f"{host}+{counts[name]}")
     return found
 
 
@@ -157,15 +157,15 @@ def _last_line(text: str) -> str:
 
 
 def _endpoint(actor: Mapping[str, Any]) -> Endpoint | None:
-    given = actor.get("endpoint")
-    if not isinstance(given, Mapping):
+    endpoint = actor.get("endpoint")
+    if not isinstance(endpoint, Mapping):
         return None
-    port = int(given["port"])
+    port = int(endpoint["port"])
     if not 0 < port < 65536:
         raise ValueError(f"the port {port} of distflow's actor is not between 1 and 65535")
-    bytes.fromhex(str(given["token"]))
-    ipaddress.ip_address(str(given["address"]))
-    return Endpoint(address=str(given["address"]), port=port, token=str(given["token"]))
+    bytes.fromhex(str(endpoint["token"]))
+    ipaddress.ip_address(str(endpoint["address"]))
+    return Endpoint(address=str(endpoint["address"]), port=port, token=str(endpoint["token"]))
 
 
 def _pending(found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:

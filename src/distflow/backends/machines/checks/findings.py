@@ -210,7 +210,7 @@ def _leases(measured: Measured) -> Iterator[Finding]:
 def _gpus(measured: Measured) -> Iterator[Finding]:
     names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_capacity else None
     if measured.gpu_error:
-        hint = "its GPUs cannot be used until `nvidia-smi` works: reboot the node, or read the driver's log (`dmesg`)"
+        hint = "tasks usually cannot use its GPUs until `nvidia-smi` works: reboot the node, or read the driver's log (`dmesg`)"
         yield warning("gpus", names, f"`nvidia-smi` fails: {measured.gpu_error}", hint)
     elif measured.gpus is None:
         reported = int(measured.facts.get("gpus") or 0)

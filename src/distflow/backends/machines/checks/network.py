@@ -109,20 +109,20 @@ def _may_have_torch(measured: Measured) -> bool:
 def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Yield errors about failed connections: one for each node and cause."""
     addresses = {one.node.name: one.address for one in nodes}
-    asked = [one.node.name for one in nodes if one.error is None]
+    answered = [one.node.name for one in nodes if one.error is None]
     failed = [pair for pair in pairs if pair.kind != "ok"]
     same_address = [pair for pair in failed if addresses.get(pair.source) == pair.address]
     yield from _judge_same_address(same_address)
     failed = [pair for pair in failed if pair not in same_address]
     for source, kind in dict.fromkeys((pair.source, pair.kind) for pair in failed):
         mine = [pair for pair in failed if (pair.source, pair.kind) == (source, kind)]
-        if len(mine) > 1 and len(mine) == len(asked) - 1:
+        if len(mine) > 1 and len(mine) == len(answered) - 1:
             failed = [pair for pair in failed if pair not in mine]
             yield _finding((source,), "it reaches none of the other nodes", mine[0])
     for target, kind in dict.fromkeys((pair.target, pair.kind) for pair in failed):
         same = [pair for pair in failed if (pair.target, pair.kind) == (target, kind)]
         sources = [pair.source for pair in same]
-        if len(same) > 1 and len(same) == len(asked) - 1:
+        if len(same) > 1 and len(same) == len(answered) - 1:
             yield _finding((target,), f"no other node reaches it at {same[0].address}", same[0])
         else:
             yield _finding((target,), f"{few(sources)} cannot reach it at {same[0].address}", same[0])
@@ -208,7 +208,7 @@ class AllReduce(Struct, frozen=True, kw_only=True):
 def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     """Run an all-reduce on all of these nodes. Errors of nodes are in the result, and never raised.
 
-    If the process on one node fails, the connections to all of them are closed.
+    If the process on one node fails, the connections to all nodes are closed.
     """
     names = tuple(measured.node.name for measured, _ in nodes)
     if len(nodes) < 2:

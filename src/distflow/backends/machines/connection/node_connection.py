@@ -122,10 +122,10 @@ class Connection:
     def watch(self, key: AttemptKey) -> None:
         """Observe an attempt from now on. Request its status from the node if this connection does not watch it yet."""
         with self._lock:
-            known = key.name in self._watched
+            was_watched = key.name in self._watched
             self._watched[key.name] = key
             link = self._link
-        if not known and link is not None:
+        if not was_watched and link is not None:
             self.send("watch", lambda answer: self._report_statuses(answer, [key]), watch=[key.name])
 
     def forget(self, key: AttemptKey) -> None:
@@ -218,7 +218,7 @@ class Connection:
     ) -> Fetched:  # fmt: skip
         """Copy the output of an attempt, or its directory ``place``, to the blob store ``blobs``.
 
-        ``progress`` and ``stays`` are those of ``fetch_output``. Calls run one at a time. Raises its errors.
+        ``progress`` and ``stays`` are those of ``fetch_output``, and so are the errors. Calls run one at a time.
         """
         with self._fetching:
             return fetch_output(

@@ -1,7 +1,7 @@
-"""Transfers from and to a node, and builds of Python environments there, each on a separate connection.
+"""Transfers from and to a node, and builds of Python environments there, each on its own channel of the transport.
 
 If a transfer is interrupted, the next call resumes it. ``send_blobs``, ``fetch_output`` and ``build_venv_on_node`` use services
-of ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use ``storage.node_service``, whose connection carries only
+of ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use ``storage.node_service``, whose channel carries only
 control messages. docs/agent-protocol.md describes the formats.
 """
 
