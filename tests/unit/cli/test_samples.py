@@ -73,6 +73,13 @@ def test_metrics_lists_the_series(screen: Screen, sampled: WorkflowRecord) -> No
     assert screen.err.endswith(f"{sampled.id} has no samples of system/* for the chosen task, rank or attempt\n")
 
 
+def test_a_plot_shows_each_series_of_a_pattern(screen: Screen, sampled: WorkflowRecord) -> None:
+    assert screen.run("metrics", sampled.id, "--plot", "-k", "system/gpu2/*") == 0
+    assert all(f"master gpu2/{name}" in screen.out for name in ("utilization", "memory", "power")), screen.out
+    assert screen.run("metrics", sampled.id, "-k", "loss", "--rank", "1") == 0
+    assert screen.err == f"{sampled.id} has no values of loss for the chosen task, rank or attempt\n"
+
+
 def test_programs_get_every_sample(screen: Screen, sampled: WorkflowRecord) -> None:
     assert screen.run("metrics", sampled.id, "-t", "json") == 0
     found = json.loads(screen.out)

@@ -61,7 +61,7 @@ def metrics(
             "--key",
             "-k",
             metavar="NAME",
-            help="Only this metric, such as loss or 'system/gpu*/power'; may be repeated.",
+            help="Only this metric, such as loss; names of system metrics may contain *: 'system/gpu*/power'. May be repeated.",
             autocompletion=complete_metric,
         ),
     ] = None,
@@ -75,7 +75,7 @@ def metrics(
             "--plot", help="Plot the metrics of --key. Default: loss, or else one other metric; with --system, GPU or CPU use."
         ),
     ] = False,
-    is_log: Annotated[bool, typer.Option("--log", help="Plot with a logarithmic axis.")] = False,
+    is_log: Annotated[bool, typer.Option("--log", help="With --plot, use a logarithmic vertical axis.")] = False,
     tensorboard: Annotated[
         Path | None,
         typer.Option(
@@ -119,10 +119,9 @@ def metrics(
             samples = _choose(find_samples(client, record, tasks, attempt=attempt), recorded or [f"{_SYSTEM}*"])
         chosen = "" if not task and rank is None and attempt is None else " for the chosen task, rank or attempt"
         if found is not None and not found.latest:
-            print(
-                f'{record.id} has no metrics{chosen}. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}',
-                file=sys.stderr,
-            )
+            example = '. Tasks print them as lines such as {"step": 1, "loss": 0.5}'
+            missing = f"values of {' or '.join(map(plain, printed))}{chosen}" if printed else f"metrics{chosen}{example}"
+            print(f"{record.id} has no {missing}", file=sys.stderr)
         if recorded and not samples:
             print(f"{record.id} has no samples of {' or '.join(map(plain, recorded))}{chosen}", file=sys.stderr)
         if target is not None:
@@ -253,8 +252,8 @@ def _draw_samples(patterns: Sequence[str], samples: Sequence[ChosenSamples], is_
         found: dict[str, list[tuple[float, float]]] = {}
         for one, names in samples:
             for name in fnmatch.filter(names, pattern):
-                device = name.split("/")[1] if "*" in pattern else ""
-                who = " ".join(filter(None, [one.task, f"retry-{one.attempt}" if one.attempt else "", device]))
+                matched = name.removeprefix(_SYSTEM) if pattern.endswith("*") else name.split("/")[1] if "*" in pattern else ""
+                who = " ".join(filter(None, [one.task, f"retry-{one.attempt}" if one.attempt else "", matched]))
                 values = zip(one.times, one.series[name], strict=True)
                 found[who] = [(at - begin, value) for at, value in values if value is not None]
         _print_plot(pattern, found, "seconds", is_log)
