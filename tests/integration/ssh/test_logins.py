@@ -124,7 +124,7 @@ def test_identities_only_keeps_the_agents_other_keys_back(
     agent.add(server.user_key)
     stanza = server.client_stanza(IdentityFile="/no/such/key", IdentityAgent=agent.socket)
     with pytest.raises(
-        AuthenticationRefused, match=r"there is no usable key for \S+\n(?s:.*)leaves out other keys of the agent: 1$"
+        AuthenticationRefused, match=r"there is no usable key for \S+\n(?s:.*)excludes 1 other key of the agent$"
     ):
         works(reach(server, config_file=configure(stanza)))
 

@@ -107,7 +107,7 @@ def _try_all(
             tried.append(identity.label)
         except (paramiko.SSHException, OSError, struct.error) as error:
             _raise_if_broken(transport, error)
-            # The agent refuses to sign, which ends paramiko's thread, or there is no common algorithm: try the next key.
+            # The agent refused to sign, or there is no common algorithm. In paramiko, this may end the connection.
             keyring.notes.append(f"{identity.label} cannot be used: {error}")
             has_broken = not transport.is_active()
         if deadline.has_passed:
@@ -124,11 +124,18 @@ def _try_all(
         except (paramiko.SSHException, OSError, EOFError) as error:
             _raise_if_broken(transport, error)
     hung_up = not transport.is_active() and not has_broken
+    if has_broken and len(tried) + 1 < len(keyring.identities):
+        remedy = "unlock this key in the agent, or name the right key with `identity_file` of the node and `IdentitiesOnly yes`"
+        message = f"the login to {endpoint} ended at a key that cannot be used, before other keys were tried"
+        raise AuthenticationRefused(node, message, hint="\n".join([*keyring.notes, remedy]))
     raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=hung_up, was_accepted=was_accepted)
 
 
 def _raise_if_broken(transport: paramiko.Transport, error: Exception) -> None:
-    """Raise an error of a login if the connection broke. If the host closed it, the error is not an ``OSError``."""
+    """Raise ``error`` if it is a network error that ended the connection.
+
+    If the host closed the connection properly, paramiko raises an error of another type.
+    """
     if isinstance(error, OSError) and not transport.is_active():
         raise error
 
@@ -200,7 +207,9 @@ def _collect_keys(keyring: _Keyring, host: SshHost, deadline: Deadline) -> None:
             into.append(_Identity(_certified(key, certificate), f"{fingerprint(key.asbytes())} {label} with certificate"))
         into.append(_Identity(key, f"{fingerprint(key.asbytes())} {label}"))
     if host.identities_only and in_agent:
-        keyring.notes.append(f"`IdentitiesOnly yes` leaves out other keys of the agent: {len(in_agent)}")
+        keyring.notes.append(
+            f"`IdentitiesOnly yes` excludes {len(in_agent)} other key{'s' if len(in_agent) > 1 else ''} of the agent"
+        )
     others = [] if host.identities_only else [
         _Identity(key, f"{fingerprint(key.asbytes())} {key.comment} (agent)") for key in in_agent.values()
     ]  # fmt: skip
