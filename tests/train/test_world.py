@@ -337,7 +337,7 @@ def test_a_process_alone_is_a_world_of_one(start_with_torch: Start) -> None:
         plain=True,
     )  # fmt: skip
     assert run.wait() == 0, run.stderr
-    assert run.stdout.startswith("this process has not joined its world yet: call distflow.train.init() first\n")
+    assert run.stdout.startswith("this process is not in a world: call distflow.train.init() first\n")
     assert run.records == [{"step": 0, "size": 1, "value": 1.0, "rank": 0}]
     assert run.stderr == ""
 

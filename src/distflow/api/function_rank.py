@@ -48,7 +48,9 @@ def main() -> None:
     try:
         function, args, kwargs = pickle.loads((_HERE / "function.pkl").read_bytes())
     except Exception as error:
-        _exit_with_error(result_path, f"the function cannot be loaded with {sys.executable}: {type(error).__name__}: {error}")
+        remedy = "install missing packages on the nodes, such as with `venv`" if isinstance(error, ImportError) else ""
+        why = "; ".join(filter(None, [f"{type(error).__name__}: {error}", remedy]))
+        _exit_with_error(result_path, f"the function cannot be loaded with {sys.executable}: {why}")
     try:
         value = function(*args, **kwargs)
     except Exception as error:

@@ -102,8 +102,8 @@ def run_command(
         typer.Option(
             "--gpus",
             min=0,
-            help="GPUs of each node. Default: as in the sbatch script, else one for each process if you give their number, "
-            "else the number that the nodes of the pool or hostfile have.",
+            help="GPUs of each node. Default: as in the sbatch script, else one for each process if you give their number and "
+            "the pool or hostfile defines as many, else the number that it defines.",
         ),
     ] = None,
     ranks: RanksOption = None,

@@ -71,9 +71,9 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime. It has the smallest number of GPUs configured for a node of the pool, or one CPU if that is 0.
+    """Return a runtime. Its devices are the smallest number of GPUs that the pool configures for a node.
 
-    Its devices are ``Unknown`` if the pool configures no number of GPUs.
+    If that number is 0, the device is one CPU. If the pool does not configure GPUs, the devices are ``Unknown``.
     """
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")

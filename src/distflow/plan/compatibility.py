@@ -8,9 +8,10 @@ has ranks. distflow knows one address of a member, so its public and its local a
 parser of https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
 
 OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. Some specs pass it to ``nslookup``,
-``getent hosts``, ``dig`` or ``host``, which may fail for an address. If a task's texts contain such an address and mention one
-of these programs, distflow puts a script of that name into a directory at the beginning of the task's PATH. The script answers
-for the addresses in these texts in the format of the real program, and passes all other calls to the real program.
+``getent hosts``, ``dig`` or ``host``, which may fail for an address. If the command, environment or files of a task contain
+such an address and mention one of these programs, distflow puts a script of that name into a directory at the beginning of the
+task's PATH. The script answers for these addresses in the format of the real program, and passes all other calls to the real
+program.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def distributed_files(
 ) -> tuple[PlannedFile, ...]:
     """Return ``distributed.json`` and ``.yaml`` of a task; empty for a task that is not a member.
 
-    Both contain the same JSON text, which is also YAML (https://yaml.org/spec/1.2.2, section 1.3). ``values`` are the values of
+    Both contain the same JSON text, which is also YAML (https://yaml.org/spec/1.2.2, section 1.2). ``values`` are the values of
     placeholders by name, and ``places`` has the nodes and addresses of the members. Other values stay placeholders. The files
     are created when a task is bound, and not stored, because their total size grows with the square of the gang's size.
     """
@@ -110,17 +111,17 @@ _SCRIPT = r"""#!/bin/sh
 # From distflow: in this workflow, tasks of the group have these addresses and no names.
 addresses='ADDRESSES'
 tool=${0##*/}
-name='' is_short='' is_reverse=''
-[ "$tool" = getent ] && [ "${1-}" != hosts ] && is_reverse=1
+name='' is_short='' is_passed_on=''
+[ "$tool" = getent ] && [ "${1-}" != hosts ] && is_passed_on=1
 for word in "$@"; do
     case $word in
     +short) is_short=1 ;;
-    -x | PTR | ptr | -type=[Pp][Tt][Rr] | -query=[Pp][Tt][Rr]) is_reverse=1 ;;
+    -x | PTR | ptr | -type=[Pp][Tt][Rr] | -query=[Pp][Tt][Rr]) is_passed_on=1 ;;
     -* | +* | @* | A | AAAA | a | aaaa | hosts) ;;
     *) [ -n "$name" ] || name=$word ;;
     esac
 done
-if [ -n "$name" ] && [ -z "$is_reverse" ]; then
+if [ -n "$name" ] && [ -z "$is_passed_on" ]; then
     for address in $addresses; do
         [ "$name" = "$address" ] || continue
         kind=A words='has address'

@@ -75,8 +75,9 @@ def _venv_json(plan: Plan) -> dict[str, Any] | None:
 def script(group: GroupPlan, launch: Launch) -> str:
     """Return a POSIX shell script that runs one task by hand, on its node, in a separate directory.
 
-    Values that distflow would determine are variables with defaults at its top. The user must set variables for inputs, secrets
-    and credentials, and ``BLOBS``: the directory with the files that the script does not contain as text.
+    The script begins with variables, which have defaults, for the values that distflow would determine. The user must set
+    variables for inputs, secrets and credentials, and ``BLOBS``: the directory with the files that the script does not contain
+    as text.
     """
     files = (*launch.files, *distributed_files(group, launch.task))
     used = _placeholders(launch, files)
@@ -98,15 +99,21 @@ def script(group: GroupPlan, launch: Launch) -> str:
     lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
     for one in launch.inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'
-        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{one.position}:?directory with the output of {one.task}}}"/. {place}']
+        lines += [
+            f"mkdir -p {place}",
+            f'cp -R "${{INPUT_{one.position}:?set it to a directory with the output of {one.task}}}"/. {place}',
+        ]
     for old in launch.earlier_inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(old.position)}'
-        description = f"directory with the output of {old.task} in {old.workflow}"
+        description = f"set it to a directory with the output of {old.task} in {old.workflow}"
         lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{old.position}:?{description}}}"/. {place}']
     for data in launch.url_inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(data.position)}'
-        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{data.position}:?directory with the data of its URL}}"/. {place}']
-    lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
+        lines += [
+            f"mkdir -p {place}",
+            f'cp -R "${{INPUT_{data.position}:?set it to a directory with the data of its URL}}"/. {place}',
+        ]
+    lines += [f'export {name}="${{{name}:?set it to the value of --set-env}}"' for name in launch.secret_names]
     for credential in launch.credentials:
         lines += _place_credential(credential)
     for file in files:
@@ -134,7 +141,7 @@ def _headline(group: GroupPlan) -> str:
         words.append(f"Python environment of {group.venv.file}")
     if group.smaller:
         least = count_text(len(group.smaller[-1].launches), "task")
-        words.append(f"at least {least} after {group.smaller_after_s:g} s (elastic)")
+        words.append(f"may start with only {least} after waiting {group.smaller_after_s:g} s (elastic)")
     if group.upstream:
         words.append(waits_for(group.upstream))
     if group.timeouts.exec_s is not None:
@@ -272,10 +279,13 @@ def _variables(launch: Launch) -> list[str]:
 def _place_credential(one: PlannedCredential) -> list[str]:
     if not one.path:
         words = f"of the credential {one.name}"
-        return [f'export {name}="${{{name}:?the key {key} {words}}}"' for name, key in one.variables.items()]
+        return [f'export {name}="${{{name}:?set it to the key {key} {words}}}"' for name, key in one.variables.items()]
     place = f'"$ATTEMPT_DIR"/{shlex.quote(one.path)}'
     source = f"CREDENTIAL_{re.sub('[^A-Za-z0-9]', '_', one.name)}"
-    return [f"mkdir -p {place}", f'cp -R "${{{source}:?directory with a file for each key of {one.name}}}"/. {place}']
+    return [
+        f"mkdir -p {place}",
+        f'cp -R "${{{source}:?set it to a directory with a file for each key of {one.name}}}"/. {place}',
+    ]
 
 
 def _place(file: PlannedFile) -> list[str]:
@@ -284,12 +294,12 @@ def _place(file: PlannedFile) -> list[str]:
     if file.is_tar:
         return [
             f"mkdir -p {place}",
-            f'tar -xzf "${{BLOBS:?directory of the files that distflow sends}}"/{file.blob} -C {place}',
+            f'tar -xzf "${{BLOBS:?set it to the directory of the files that distflow sends}}"/{file.blob} -C {place}',
         ]
     if file.text is None:
         return [
             folder,
-            f'cp "${{BLOBS:?directory of the files that distflow sends}}"/{file.blob} {place}',
+            f'cp "${{BLOBS:?set it to the directory of the files that distflow sends}}"/{file.blob} {place}',
             f"chmod {file.mode:o} {place}",
         ]
     return [folder, f"printf %s {_word(file.text)} > {place}", f"chmod {file.mode:o} {place}"]

@@ -26,9 +26,9 @@ __all__ = [
     "find_state_directory",
     "has_room",
     "is_locked",
-    "lock_at_once",
     "read_profile",
     "state_errors",
+    "try_lock",
     "write_private",
     "write_profile",
 ]
@@ -152,14 +152,14 @@ def has_room(directory: StateDirectory) -> bool:
 
 
 def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
-    """Return ``$DISTFLOW_STATE``, else this host's folder in the user's state directory."""
+    """Return ``$DISTFLOW_STATE``, else ``distflow/<host>`` in ``$XDG_STATE_HOME`` (default: ``~/.local/state``)."""
     if given := environ.get("DISTFLOW_STATE"):
         return StateDirectory(Path(given).expanduser().absolute())
     base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
     return StateDirectory(Path(base) / "distflow" / os.uname().nodename)
 
 
-def lock_at_once(handle: int) -> bool:
+def try_lock(handle: int) -> bool:
     """Lock an open file (``flock``) and return True, or return False if another process holds the lock.
 
     ``is_locked`` in another process holds the lock for a very short time, so a failed attempt is repeated a few times.

@@ -21,10 +21,11 @@ from distflow.state.store import Store
 __all__ = ["gang_token", "is_own_record", "read_secrets", "record_mac", "remove_secrets", "sweep_secrets", "write_secrets"]
 
 _BEING_SUBMITTED_S = 3600.0
+"""Secrets of a workflow that is not stored after this number of seconds are removed."""
 _KEY = "gang.key"
 _KEY_BYTES = 32
 _RECORD = b"record\0"
-"""The prefix of signed records. Without it, a gang's token, which its nodes have, could be the signature of a record."""
+"""The prefix of signed records. It keeps a node from using its gang's token, which has the same key, as a signature."""
 
 
 def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
@@ -52,8 +53,8 @@ def remove_secrets(folder: Path, workflow: str) -> None:
 def gang_token(folder: Path, gang: str) -> Secret:
     """Return the token of an attempt of a gang (``<workflow uuid>/<group>/<attempt>``): the same at every call.
 
-    The token is derived from a key in ``folder``, which is created if it does not exist (HMAC, RFC 2104). It is not valid for
-    any other gang or attempt.
+    The token is an HMAC (RFC 2104) of the gang. Its key is in ``folder``, and is created if it does not exist. It is not valid
+    for any other gang or attempt.
     """
     return Secret(hmac.new(_key(folder), gang.encode(), hashlib.sha256).hexdigest())
 
@@ -88,9 +89,9 @@ def _key(folder: Path) -> bytes:
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:
-    """Remove the secrets of workflows that have ended or were never stored, because a submit or a supervisor was killed.
+    """Remove the secrets that a killed submit or supervisor left: of workflows that have ended, and of old ones never stored.
 
-    Old temporary files of ``write_private`` are removed, too.
+    Old temporary files of ``write_private`` are removed, too. Old means one hour.
     """
     # List the files first, so that they do not include files of workflows that are submitted in the meantime.
     files = [*folder.glob("*.json"), *folder.glob(".new-*")]

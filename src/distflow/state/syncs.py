@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from distflow.state.codec import DecodeError, decode, encode
-from distflow.state.directory import is_locked, lock_at_once, state_errors, write_private
+from distflow.state.directory import is_locked, state_errors, try_lock, write_private
 
 __all__ = ["Sync", "Syncs"]
 
@@ -78,7 +78,7 @@ class Syncs:
         """
         with state_errors(self._folder):
             handle = os.open(self._path(sync, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
-            if lock_at_once(handle):
+            if try_lock(handle):
                 return handle
             os.close(handle)
         return None

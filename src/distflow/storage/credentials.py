@@ -107,7 +107,10 @@ class Identity:
 
 
 def identity_of(url: StorageUrl, credentials: Credentials | None, environ: Mapping[str, str]) -> Identity | None:
-    """Return an identity that works on a node; ``None`` if neither ``credentials`` nor ``_KEY_VARIABLES`` suffice for that."""
+    """Return an identity that a node can use; ``None`` without ``credentials`` and a complete key for the store in ``environ``.
+
+    Keys for ``s3`` in ``environ`` do not count if ``AWS_PROFILE`` is set, because the profile's file is not sent to nodes.
+    """
     location = {name: Secret(environ[name]) for name in _LOCATION_VARIABLES if environ.get(name)}
     if credentials is not None:
         return Identity(credentials=credentials, environment=location)
@@ -137,7 +140,7 @@ class Driver:
 
 
 def package_of(url: StorageUrl, credentials: Credentials | None = None) -> str:
-    """Return the package that a URL needs with these credentials, in addition to distflow itself; empty: none."""
+    """Return the package that a URL needs with these credentials in addition to distflow; empty if it needs none."""
     return _PACKAGES["s3"] if url.scheme == "gs" and credentials is not None else _PACKAGES.get(url.scheme, "")
 
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 from distflow import __version__
 from distflow.documents.text import one_line
 from distflow.errors import SupervisorError
-from distflow.state.directory import StateDirectory, is_locked, lock_at_once
+from distflow.state.directory import StateDirectory, is_locked, try_lock
 from distflow.state.store import STORE_FORMAT
 
 __all__ = [
@@ -72,7 +72,7 @@ class Lock:
             (self._directory.lock, os.O_RDWR | os.O_CREAT),
         ):
             self._handles.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
-            if not lock_at_once(self._handles[-1]):
+            if not try_lock(self._handles[-1]):
                 self.release()
                 return False
         os.ftruncate(self._handles[-1], 0)

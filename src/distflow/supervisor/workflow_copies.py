@@ -94,7 +94,7 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
         with state_errors(secrets):
             return copy, signed is not None and is_own_record(secrets, body, signed.group(1))
     except (DecodeError, ValueError, RecursionError) as error:
-        raise StateError(f"its workflow.json on the node cannot be read: {error}") from error
+        raise StateError(f"its workflow.json on the node is not valid: {error}") from error
 
 
 def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
@@ -136,14 +136,16 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     _match(_DIGEST, "digest", digests)
     if record.id != f"{record.name}-{record.number}" or record.number < 1:
         raise ValueError(f"its id is {record.id!r}, but its name is {record.name!r} and its number is {record.number}")
-    if any(task.attempt < 0 for _, task in tasks):
-        raise ValueError("an attempt has a negative number")
+    if negative := [task.name for _, task in tasks if task.attempt < 0]:
+        raise ValueError(f"the task {negative[0]} has an attempt with a negative number")
     if sorted(group.name for group in record.groups) != sorted({group.name for group in plan.groups}):
         raise ValueError("its record and its plan have different groups")
     for group in record.groups:
         planned = {launch.task for launch in plan.group(group.name).launches}
-        if not group.tasks or not planned >= {task.name for task in group.attempts}:
-            raise ValueError(f"its record and its plan have different tasks in the group {group.name}")
+        unplanned = {task.name for task in group.attempts} - planned
+        if not group.tasks or unplanned:
+            what = f"tasks that its plan lacks: {', '.join(sorted(unplanned))}" if unplanned else "no tasks"
+            raise ValueError(f"in the group {group.name}, its record has {what}")
 
 
 def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:

@@ -261,8 +261,8 @@ class KubernetesCluster:
         try:
             if os.fstat(lock).st_uid != os.geteuid():
                 raise RuntimeError(
-                    f"no cluster is started, because {_LOCK} belongs to another user, and the tests remove the directory that "
-                    "this file names: remove the file, as root if necessary"
+                    f"no cluster was started: the lock file {_LOCK} belongs to another user, so the directory that it names is "
+                    "not trusted. If no tests of that user run, remove the file as root"
                 )
             _await_other_cluster(script, lock)
             remove_killed_cluster(script, lock)

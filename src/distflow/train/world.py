@@ -154,9 +154,9 @@ def _stack_file() -> int:
 
 
 def world() -> World:
-    """Return this process's ``World``. Raises ``WorldError`` before ``init``."""
+    """Return this process's ``World``. Raises ``WorldError`` before ``init`` and after ``finish``."""
     if _joined is None:
-        raise WorldError("this process has not joined its world yet: call distflow.train.init() first")
+        raise WorldError("this process is not in a world: call distflow.train.init() first")
     return _joined
 
 

@@ -56,7 +56,7 @@ def test_the_arithmetic_is_shown_line_by_line() -> None:
 
 def test_what_does_not_fit_says_by_how_much() -> None:
     first = advise(SEVEN, gpus=8, gpus_per_node=8, gpu_memory=80 * GIB).choices[0]
-    assert (first.kind, first.fits, first.why) == ("ddp", False, "needs 125.8 GiB of 72.0 GiB")
+    assert (first.kind, first.fits, first.why) == ("ddp", False, "needs 125.8 GiB on each GPU, but 72.0 GiB are usable")
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])

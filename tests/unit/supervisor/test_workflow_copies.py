@@ -121,13 +121,13 @@ def at(where: str, value: object) -> Callable[[Any], None]:
 def test_names_that_lead_to_other_paths_are_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
     document = json.loads(body())
     change(document)
-    with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
+    with pytest.raises(StateError, match=r"workflow\.json on the node is not valid"):
         read_copy(json.dumps(document), tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"record":' * 50_000, "9" * 5000, "", "null", '{"a": "\ud800"}'])
 def test_invalid_record_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
+    with pytest.raises(StateError, match=r"workflow\.json on the node is not valid"):
         read_copy(text, tmp_path)
 
 

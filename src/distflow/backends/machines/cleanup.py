@@ -284,7 +284,7 @@ def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAtt
 def _text(one: Mapping[str, Any], field: str) -> str:
     value = one[field]
     if not isinstance(value, str) or len(value) > _LONGEST or _CONTROL.search(value):
-        raise ValueError(f"`{field}` is not a string of at most {_LONGEST} characters without control characters")
+        raise ValueError(f"`{field}` must be a string of at most {_LONGEST} characters, without control characters")
     return value
 
 

@@ -68,7 +68,7 @@ class Session:
         self._transport = transport
         self._channel = opened.channel
         self._stream = ServiceStream(
-            transport.name, opened, "the connection ended, and the command with it", FRAME.pack(0, PING)
+            transport.name, opened, "the connection ended, so the command was killed", FRAME.pack(0, PING)
         )
         self._sizes: queue.SimpleQueue[Size | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_sizes, name=f"session on {transport.name}", daemon=True).start()
@@ -84,7 +84,7 @@ class Session:
                 try:
                     code = int(report["code"])
                 except (KeyError, TypeError, ValueError):
-                    raise self._malformed("the end of the command has no exit code") from None
+                    raise self._malformed("the report of the command's end has no valid exit code") from None
                 yield Exit(code=code, why=str(report.get("why") or ""))
                 return
 

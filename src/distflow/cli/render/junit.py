@@ -67,7 +67,7 @@ def write_junit(record: WorkflowRecord, path: Path) -> None:
     try:
         path.write_text(junit_text(record), encoding="utf-8")
     except OSError as error:
-        hint = "the workflow has ended; free some space, or make the path writable"
+        hint = f"the workflow has ended, but its report is lost; to see the results: distflow workflow query {record.id}"
         raise InputError(f"--junit: `{path}` cannot be written: {error.strerror}", hint=hint) from error
 
 

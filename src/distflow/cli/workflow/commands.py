@@ -50,7 +50,7 @@ class _Workflow(LazyGroup):
             },
             "Manage": {
                 "tag": ("distflow.cli.workflow.manage:tag_app", "Add and remove tags of workflows."),
-                "adopt": ("distflow.cli.workflow.manage:adopt_app", "Add workflows that exist only on nodes to the store."),
+                "adopt": ("distflow.cli.workflow.manage:adopt_app", "Restore workflows of which only the nodes have a record."),
             },
         }
     )

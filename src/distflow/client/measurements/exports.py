@@ -122,8 +122,11 @@ def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samp
             metrics,
             samples,
         )
-    except (mlflow.exceptions.MlflowException, OSError) as error:
+    except mlflow.exceptions.MlflowException as error:
         raise InputError(f"MLflow cannot write the runs: {error}", hint="check MLFLOW_TRACKING_URI") from error
+    except OSError as error:
+        hint = "free some space, or name another directory or server with MLFLOW_TRACKING_URI"
+        raise InputError(f"MLflow cannot write the runs: {error}", hint=hint) from error
 
 
 def _package(module: str, package: str, what: str) -> Any:

@@ -27,7 +27,7 @@ from distflow.client.notifications.targets import url_of
 from distflow.documents.notify import NotifyTarget
 from distflow.documents.quantities import seconds_text
 from distflow.errors import DistflowError, NotifyError
-from distflow.state.directory import StateDirectory, lock_at_once
+from distflow.state.directory import StateDirectory, try_lock
 from distflow.state.event_details import EventDetails, NotificationFailed, NotificationSent
 from distflow.state.notices import Notice
 from distflow.state.record import Event
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         while _is_any_due(directory):
             handle = os.open(directory.notify_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if not lock_at_once(handle):
+                if not try_lock(handle):
                     return 0
                 with _open_client(directory) as client:
                     send_notices(client)

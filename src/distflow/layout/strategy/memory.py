@@ -125,7 +125,7 @@ def advise(
 ) -> Advice:
     """Return strategies for these GPUs, each with its arithmetic, from the simplest to the most complex.
 
-    ``gpu_memory`` is in bytes, ``micro_batch`` in sequences of a rank, ``sequence`` in tokens.
+    ``gpu_memory`` is in bytes, ``micro_batch`` is the number of sequences on each rank, ``sequence`` their length in tokens.
     """
     usable = int(gpu_memory * _USABLE)
     sizes = _Sizes(model, precision, optimizer, micro_batch * sequence)
@@ -198,7 +198,7 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
             options["cpu_offload"] = True
         fits = need <= usable
         if not fits:
-            why = f"needs {need / _GIB:.1f} GiB of {usable / _GIB:.1f} GiB"
+            why = f"needs {need / _GIB:.1f} GiB on each GPU, but {usable / _GIB:.1f} GiB are usable"
         return Choice(
             kind=kind, shape=shape, names=names, options=MappingProxyType(options), precision=sizes.precision, lines=lines,
             fits=fits, why=why,
@@ -208,12 +208,12 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
         yield choice("none", (1,), ("dp",), "the model fits on the one GPU")
     else:
         for recompute in (False, True):
-            note = "; activations are computed again" if recompute else ""
+            note = "; activations are recomputed" if recompute else ""
             yield choice(
                 "ddp", (gpus,), ("dp",), f"the simplest strategy: every rank holds the whole model{note}", recompute=recompute
             )
         for recompute in (False, True):
-            note = "; activations are computed again" if recompute else ""
+            note = "; activations are recomputed" if recompute else ""
             why = f"each rank holds 1/{gpus} of the states{note}"
             yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, recompute=recompute)
     parts = 2
@@ -221,7 +221,7 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
         shards = gpus // parts
         if gpus % parts == 0:
             kind, shape, names = ("hybrid", (shards, parts), ("fsdp", "tp")) if shards > 1 else ("tp", (parts,), ("tp",))
-            why = f"tensors are divided among {parts} ranks of a node; activations are computed again"
+            why = f"tensors are divided among {parts} ranks of a node; activations are recomputed"
             yield choice(kind, shape, names, why, shards=shards, parts=parts, recompute=True)
         parts *= 2
     if gpus > 1:

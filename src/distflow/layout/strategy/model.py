@@ -1,10 +1,10 @@
 """How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. Pure; needs no torch.
 
 A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
-``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 hold shards of the same half.
+``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 hold one half of a tensor each, and so do 2 and 3; 0 and 2 share the same half.
 
 The checks before a start: the mesh has as many places as the group has ranks; the ranks that share a tensor are on one node;
-stages divide the ranks; options are valid for the kind and with each other; batch sizes add up.
+the sizes of the axes divide the number of ranks; options are valid for the kind and with each other; batch sizes add up.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
 
 
 def _placement(draft: Draft, sizes: Sequence[int]) -> None:
-    """Report a requested placement that contradicts the tasks: each task of a world has its own node."""
+    """Report a requested placement that contradicts the tasks. Each task of a world has its own node, except on ``local``."""
     wanted = draft.placement
     if wanted is None:
         return
     word = str(wanted.value).upper()
-    message = f"`placement_group` is {word}, but the group has {len(sizes)} tasks, each on a separate node"
+    message = f"`placement_group` is {word}, but the group has {len(sizes)} tasks, which run on separate nodes"
     if word not in _PLACEMENTS:
         draft.add(wanted.path, f"`{wanted.value}` is not a placement", did_you_mean(word, _PLACEMENTS, what="placements"))
     elif word.endswith("SPREAD") and max(sizes) > 1:
@@ -175,7 +175,10 @@ def _ranks(sizes: Sequence[int]) -> str:
 
 
 def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, int]:
-    """Return axis → size of the mesh: that of the block, or from the kind and the sizes of its axes; empty after an error."""
+    """Return axis → size of the mesh. Without a mesh in the block, compute it from the kind and the options in ``MESH_SIZES``.
+
+    Problems are added to the draft. The result is empty if no mesh can be computed.
+    """
     world = sum(sizes)
     if not draft.mesh_path:
         mesh = default_mesh(kind, world, options, sizes[0] if len(set(sizes)) == 1 else None)
@@ -245,7 +248,7 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
     foreign = [key for key in block.value if key in FOREIGN_KEYS]
     if strategy is None or not foreign:
         return strategy, problems
-    import yaml  # noqa: PLC0415  only blocks of other guides need it
+    import yaml  # noqa: PLC0415  only blocks in another form need it
 
     keys = ", ".join(f"`{key}`" for key in foreign)
     text = yaml.safe_dump(strategy.as_block(), default_flow_style=True, sort_keys=False, width=10_000).strip()

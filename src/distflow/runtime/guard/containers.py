@@ -404,12 +404,12 @@ def login_folder(login: Json, env: Dict[str, str]) -> Iterator[str]:
     import shutil  # this and the next module are needed only for a login
     import tempfile
 
-    home = attempt_files.memory_folder()
-    if home is not None:
-        _remove_old_logins(home)
+    memory_folder = attempt_files.memory_folder()
+    if memory_folder is not None:
+        _remove_old_logins(memory_folder)
     try:
         # The name contains this process's id, by which leftovers of a killed process are recognized.
-        folder = tempfile.mkdtemp(prefix="{}{}-".format(_LOGIN_PREFIX, os.getpid()), dir=home)
+        folder = tempfile.mkdtemp(prefix="{}{}-".format(_LOGIN_PREFIX, os.getpid()), dir=memory_folder)
     except FileNotFoundError:
         folder = tempfile.mkdtemp()  # another process has just removed the empty directory
     try:

@@ -37,7 +37,7 @@ _RELEVANT = re.compile(r"Killed process \d|oom-kill:|killed as a result of limit
 _KILLED = re.compile(r"Killed process (\d+)")
 _UID = re.compile(r"\b(?:UID[: ]|uid=)(\d+)")
 _CGROUP = re.compile(r"task_memcg=([^,]+)|Task in (\S+) killed")
-_CONSTRAINT = re.compile(r"oom-kill:.*\bpid=(\d+)")
+_OOM_VICTIM = re.compile(r"oom-kill:.*\bpid=(\d+)")
 _XID = re.compile(r"NVRM: Xid\b")
 _NAMED = re.compile(rb"(?i)\bp(?:id|rocess)\W{0,3}(\d{1,7})\b|\b(\d{1,7}) Killed\b")
 
@@ -69,11 +69,13 @@ def find_entries(
     container: str = "",
     other_gpus: Collection[str] = (),
 ) -> Optional[Json]:
-    """Return the kernel's entries for an attempt that ran from ``began_at`` to ``ended_at``.
+    """Return the kernel's entries for an attempt that ran from ``began_at`` (None: not known) to ``ended_at``.
 
-    Returns None if there are none or the log is not readable. ``pids`` are known process ids of the attempt. ``is_killed``:
-    whether its command ended by SIGKILL, or with the exit code by which a shell reports SIGKILL. ``container``: the id of its
-    container, which is part of the cgroup's name. ``other_gpus``: PCI bus addresses of GPUs that do not belong to the attempt.
+    Without a start time, only entries near the end count. Returns None if there are none or the log is not readable.
+
+    ``pids`` are known process ids of the attempt. ``is_killed``: whether its command ended by SIGKILL, or with the exit code by
+    which a shell reports SIGKILL. ``container``: the id of its container, which is part of the cgroup's name. ``other_gpus``:
+    PCI bus addresses of GPUs that do not belong to the attempt.
     """
     try:
         wall, monotonic = now(), time.monotonic()
@@ -171,9 +173,9 @@ def named_pids(directory: str, error: Any) -> Set[int]:
 
 
 def _is_about(text: str, pid: int) -> bool:
-    """Return whether a line may be about the kill of this process. Only ``oom-kill:`` lines name a process."""
-    constraint = _CONSTRAINT.search(text)
-    return constraint is None or int(constraint.group(1)) == pid
+    """Return whether a line may be about the kill of this process. Of the lines before a kill, only ``oom-kill:`` names one."""
+    victim = _OOM_VICTIM.search(text)
+    return victim is None or int(victim.group(1)) == pid
 
 
 def _memory_cgroup() -> str:

@@ -36,7 +36,8 @@ def main() -> int:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = _line(lambda: peer.recv(1), _LONGEST_NONCE)
     except (OSError, EOFError) as error:
-        sys.stderr.write("{}:{}: {}\n".format(where[0], where[1], getattr(error, "strerror", None) or error))
+        reason = getattr(error, "strerror", None) or error
+        sys.stderr.write("cannot connect to {}:{}: {}\n".format(where[0], where[1], reason))
         return _NO_CONNECTION
     body = json.dumps({"argv": request["argv"]}).encode("utf-8")
     mac = hmac.new(bytes.fromhex(request["token"]), nonce + body, hashlib.sha256).hexdigest().encode("ascii")
@@ -62,7 +63,7 @@ def _line(read: Callable[[], bytes], longest: int) -> bytes:
         if byte == b"\n":
             return data
         data += byte
-    raise EOFError("the line does not end")
+    raise EOFError("no line break within {} bytes; another program may use this port".format(longest))
 
 
 def _send(peer: socket.socket) -> None:

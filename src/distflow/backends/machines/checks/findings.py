@@ -223,7 +223,12 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
             yield error("gpus", names, message, f"{hint}accelerators that distflow cannot count")
     elif wanted is not None and wanted > len(measured.gpus):
         message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
-        yield error("gpus", names, message, "correct `gpus` (or the slots of the hostfile); `dmesg` shows lost GPUs")
+        yield error(
+            "gpus",
+            names,
+            message,
+            "correct `gpus` (or the slots of the hostfile); `dmesg` on the node may show a GPU that failed",
+        )
     elif wanted is not None and wanted < len(measured.gpus):
         yield note("gpus", names, f"the configuration allows {wanted} of its {count(len(measured.gpus), 'GPU')}", "")
     yield from _gpu_users(measured)

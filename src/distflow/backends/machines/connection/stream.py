@@ -28,6 +28,13 @@ _LONGEST_START = 40
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class _Refusal(msgspec.Struct):
+    """The field ``error`` of a line: a kind and the reason."""
+
+    kind: str
+    message: str
+
+
 class _Line(msgspec.Struct, kw_only=True):
     """Fields of lines that other code relies on. The node is not trusted."""
 
@@ -118,10 +125,10 @@ class ServiceStream:
             if refusal is None:
                 convert(answer, _Line)
                 return _Answer(self._node, answer)
-            kind, message = str(refusal["kind"]), str(refusal["message"])
-        except (ValueError, KeyError, TypeError) as error:
+            refused = convert(refusal, _Refusal)
+        except ValueError as error:
             raise AgentError(self._node, "malformed", f"it sent a malformed message: {str(error)[:_LONGEST_TEXT]}") from None
-        raise AgentError(self._node, kind, message)
+        raise AgentError(self._node, refused.kind, refused.message)
 
     def read(self, size: int) -> bytes:
         """Return ``size`` bytes, or fewer at the end."""
