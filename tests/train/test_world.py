@@ -490,7 +490,7 @@ def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start_with_torch
 # -- meeting: threads of this process stand for ranks ---------------------------------------------------------------------
 
 
-def meet(ranks: list[tuple[int, int]], timeout_s: float) -> list[str]:
+def meet(ranks: list[tuple[int, int]], timeout_s: float, address: str = "127.0.0.1") -> list[str]:
     """Let ranks (number, world size) meet; return what each of them was told, empty when all is well."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -498,7 +498,7 @@ def meet(ranks: list[tuple[int, int]], timeout_s: float) -> list[str]:
         port = str(probe.getsockname()[1])
 
     def one(rank: int, size: int) -> str:
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": port}
         try:
             stores.append(_rendezvous(environment, _place(environment, "gloo"), timedelta(seconds=timeout_s)))
         except WorldError as error:
@@ -532,6 +532,11 @@ def test_ranks_of_another_world_are_named() -> None:
 def test_a_master_that_is_not_there_is_named() -> None:
     (said,) = meet([(1, 2)], 1)
     assert said.startswith("rank 1 does not reach the master at 127.0.0.1:")
+
+
+def test_an_address_of_another_machine_is_not_reported_as_a_taken_port() -> None:
+    (said,) = meet([(0, 2)], 1, "no-such-host.invalid")
+    assert said.startswith("rank 0 cannot connect to its own store at no-such-host.invalid:")
 
 
 def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,8 +263,11 @@ def _rendezvous(environment: Mapping[str, str], place: World, timeout: timedelta
             _stores[key] = TCPStore(address, port, place.size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         why = str(error).splitlines()[0]
-        if hosts:
+        if hosts and "server socket" in why:
             raise WorldError(f"rank 0 cannot listen on port {port}: {why}; give another MASTER_PORT") from error
+        if hosts:
+            remedy = "check that MASTER_ADDR is an address of this machine"
+            raise WorldError(f"rank 0 cannot connect to its own store at {address}:{port}: {why}; {remedy}") from error
         raise WorldError(
             f"rank {place.rank} does not reach the master at {address}:{port}: {why}; check that rank "
             "0 runs there, and that this machine can connect to MASTER_ADDR"
@@ -290,7 +293,10 @@ def _register_and_wait(tcp: Store, environment: Mapping[str, str], place: World,
             f"rank {place.rank} expects {place.size} ranks, another rank expects {expected}: WORLD_SIZE must be the same"
         )
     if store.add(f"rank/{place.rank}", 1) > 1:
-        raise WorldError(f"rank {place.rank} joined twice: two machines have the same offset, or an earlier process still runs")
+        raise WorldError(
+            f"rank {place.rank} joined twice: two machines have the same offset (DISTFLOW_RANK_OFFSET), or a process of an "
+            "earlier run still runs: give each machine its own offset, or end that process"
+        )
     if store.add("arrived", 1) == place.size:
         store.set("all", "1")
     pause, pause_s = threading.Event(), 0.005
