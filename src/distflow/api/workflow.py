@@ -227,7 +227,7 @@ class Workflow:
             task: Names of tasks. Default: all tasks, or with ``rank``, the tasks that hold these ranks.
             rank: Global ranks. With ``task``, their lines are added to all lines of the named tasks. Default: all ranks.
             attempt: Only lines of this attempt, counted from 0. Default: all attempts.
-            last: The number of existing lines to start with. Default: all.
+            last: Start with this number of the newest existing lines. Default: all of them.
 
         Raises:
             NotFound: if a task or a rank does not exist.

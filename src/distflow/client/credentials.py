@@ -32,7 +32,7 @@ __all__ = [
 
 
 def set_credential(client: Client, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
-    """Store a credential. A DATA or REGISTRY credential replaces the existing one for the same profile.
+    """Store a credential. A DATA or REGISTRY credential replaces the one for the same profile or registry.
 
     Args:
         client: The client whose state directory stores the credential.
@@ -103,6 +103,8 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
 
 def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, secrets: Mapping[str, Secret]) -> dict[str, Secret]:
     """Return the ``secrets`` of a submission, the credentials of its tasks, and the logins for its container images.
+
+    Logins are added if a node of the pool runs containers, for images whose name contains a registry.
 
     Raises ``InputError`` if one of the ``secrets`` contains a NUL byte.
     """

@@ -27,7 +27,7 @@ from distflow.backends.machines.cleanup import (
 )
 from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
-from distflow.documents.text import did_you_mean
+from distflow.documents.text import did_you_mean, listed
 from distflow.errors import InputError, NotFound
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Node, Pool
@@ -59,7 +59,7 @@ PoolNode = tuple[Pool, Node]
 T = TypeVar("T")
 
 _MOST_GPUS = 1024
-"""GPUs of a node with this number or a higher one are not shown."""
+"""GPUs whose index is this number or higher are not shown."""
 _AT_ONCE = 32
 """The maximum number of nodes that are queried in parallel."""
 # The pattern does not match inside a path, because paths must not be changed.
@@ -102,7 +102,12 @@ def choose_nodes(
             raise NotFound(f"there is no node `{name}`{where}", hint=did_you_mean(name, known, what="nodes"))
     if must_exist and not nodes:
         hint = f"to end leftover jobs: distflow node reap --pool {pools[0].name}"
-        raise InputError(f"pool `{pools[0].name}` has no nodes of its own, because {pools[0].backend} chooses them", hint=hint)
+        message = f"pool `{pools[0].name}` has no nodes of its own, because {pools[0].backend} chooses them"
+        if len(pools) > 1:
+            message = (
+                f"the pools {listed([one.name for one in pools])} have no nodes of their own, because clusters choose them"
+            )
+        raise InputError(message, hint=hint)
     return [one for one in nodes if not names or one[1].name in names]
 
 
@@ -251,7 +256,8 @@ def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = 
 
     Args:
         nodes: The nodes (see ``choose_nodes``).
-        within_s: Seconds after which nodes without an answer get an error. Default: wait without limit.
+        within_s: Seconds after which nodes without an answer get an error. Default: each node has its own limits, which are the
+            connect timeout of its pool, and 60 s for the answer.
 
     Returns:
         The attempts of all users, one entry for each node, in order. Errors of nodes are in the entries.
@@ -286,7 +292,7 @@ class GpuUse(Struct, frozen=True):
 
 
 def gpu_uses(report: Holders, ids: Mapping[str, str], user: str) -> dict[int, GpuUse]:
-    """Return the use of each GPU of a node that is not free, by the number of the GPU.
+    """Return the use of each GPU in use on a node, by its index.
 
     Args:
         report: The answer of the node.

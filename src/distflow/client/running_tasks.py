@@ -319,9 +319,10 @@ def forward_ports(
         one = _running(record, task)
         pool = replace(client.store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
         node = pool.node(one.node or "")
-        if pool.backend == "local" and any(local == remote for local, remote in ports):
-            hint = "use another local port"
-            raise InputError(f"{node.name} is this machine, and a port cannot be forwarded to itself", hint=hint)
+        same = next((local for local, remote in ports if local == remote), None) if pool.backend == "local" else None
+        if same is not None:
+            message = f"port {same} cannot be forwarded to itself: the node {node.name} is this machine"
+            raise InputError(message, hint="use another local port")
         listeners = {held.enter_context(contextlib.closing(_listen(host, local))): (local, remote) for local, remote in ports}
         transport = held.enter_context(contextlib.closing(transport_of(pool, node)))
         # Report an unreachable node now, and not only at the first connection.

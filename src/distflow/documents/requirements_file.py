@@ -1,7 +1,7 @@
 """Read a requirements file of pip, with the files that it includes, so that nodes can install the same packages.
 
 Nodes get the lines, not the files. Lines with relative paths are therefore errors. Absolute paths may exist on the nodes. URLs
-with passwords are errors, too, because plans show all lines.
+with passwords or tokens are errors, too, because plans show all lines.
 """
 
 from __future__ import annotations
@@ -162,5 +162,7 @@ def _problem_of(line: str, where: Mark) -> Problem | None:
     is_on_node = location.startswith("/") or (_URL.match(location) and not re.match(r"file:(?!/)", location, re.IGNORECASE))
     if is_on_node:
         return None
-    hint = "send your own code with `files` and install only its requirements, or write an absolute path of all nodes"
+    hint = (
+        "send your own code with `files` and install only its requirements, or write an absolute path that exists on all nodes"
+    )
     return Problem(where=where, message=f"`{location}` is a path on this machine, which nodes cannot install", hint=hint)

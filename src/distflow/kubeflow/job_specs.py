@@ -20,6 +20,7 @@ from distflow.pools.model import Pool
 __all__ = ["NODE", "JobOptions", "check_initializer", "job_spec", "read_options", "required_packages"]
 
 NODE = "node"
+"""The name of a job's task, as in Kubeflow."""
 _SCRIPT = "train_function.py"
 _TRAINERS = ("CustomTrainer", "CustomTrainerContainer", "BuiltinTrainer")
 _RANKS_VARIABLE = "PET_NPROC_PER_NODE"
@@ -40,7 +41,10 @@ class JobOptions:
 
 
 def read_options(options: Sequence[object] | None) -> JobOptions:
-    """Return the values of options of distflow or of the package ``kubeflow``. Raises ``ValueError`` for an unusable one."""
+    """Return the values of options, which are objects of distflow or of the package ``kubeflow``.
+
+    Raises ``ValueError`` for an option that is not supported.
+    """
     values: dict[str, Any] = {}
     for option in options or ():
         name = class_name(option, ["Name", "Labels", "ActiveDeadlineSeconds", "TrainerCommand", "TrainerArgs"])

@@ -206,7 +206,7 @@ class _Conversion:
         *,
         is_written_again: bool = False,
     ) -> None:
-        # When the document is written again, a variable's value `on` must stay a text. YAML would write it as `true`.
+        # Write the texts of variables again: the parsed value of `on` is a Boolean, which would be written as `true`.
         self._is_written_again = is_written_again
         self._spec, self._worlds, self._document, self._notes = spec, worlds, document, notes
         self._tasks = [(group, task) for group in spec.groups for task in group.tasks]
@@ -338,14 +338,14 @@ class _Conversion:
         everything = task_environment(
             group=group.name, task=task.name, ranks=ranks, world=world, resource=resource, given=given, debug=group.debug
         )
-        is_own = world is not None and (world.style == "ranks" or not _knows_addresses(group))
+        needs_rank_variables = world is not None and (world.style == "ranks" or not _knows_addresses(group))
         found = {**given}
         for name, value in everything.items():
             is_used = name.startswith("DISTFLOW_") and any(re.search(rf"\b{name}\b", text) for text in _texts(task))
             if re.search("@@(IFNAME|GPU_IDS|NODE)@@", value):
                 if is_used:
                     self._notes.add(f"OSMO does not set the variable `{name}`", name=task.name)
-            elif is_used or ((is_own or name in DEBUG_VARIABLES) and name not in _ONLY_HERE):
+            elif is_used or ((needs_rank_variables or name in DEBUG_VARIABLES) and name not in _ONLY_HERE):
                 found[name] = value
         return found
 
@@ -368,9 +368,10 @@ class _Conversion:
         ]
         for scheme in dict.fromkeys(parse_url(url).scheme for url in urls):
             if scheme not in _SCHEMES:
-                self._notes.add(
-                    f"OSMO has no URLs that begin with `{scheme}://`", "move the data to s3://, gs:// or azure://", task.name
+                remedy = (
+                    "write azure://ACCOUNT/CONTAINER/PATH" if scheme == "az" else "move the data to s3://, gs:// or azure://"
                 )
+                self._notes.add(f"OSMO has no URLs that begin with `{scheme}://`", remedy, task.name)
         if any(one.dataset for one in (*task.url_inputs, *task.url_outputs)):
             self._notes.add("OSMO removed datasets in its client 6.4", "use `url`", task.name)
 
@@ -422,7 +423,7 @@ _TOKENS = MappingProxyType(
 
 
 def _knows_addresses(group: GroupSpec) -> bool:
-    """Return whether a text of a group contains the address of a task. Then its tasks need no variables with addresses."""
+    """Return whether a text of a group contains the address of a task. If so, its tasks need no variables of ranks."""
     return any("{{host:" in text.replace(" ", "") for task in group.tasks for text in _texts(task))
 
 

@@ -57,7 +57,7 @@ def _group_limits(group: GroupPlan, pool: Pool) -> _Limits:
     if group.timeouts.hang_s is not None:
         yield ("`hang_timeout` is left out: a group without output is not reported", ""), group.name
     if group.stop_on_missing_ranks:
-        message = "tasks keep waiting for ranks that failed although their task ended with code 0"
+        message = "if a rank fails but its task ends with code 0, the other tasks keep waiting for that rank"
         yield (f"`stop_on_missing_ranks` is left out: {message}", ""), group.name
     if group.smaller:
         yield ("`elastic` is left out: the job waits until there is room for all tasks", ""), group.name
@@ -97,9 +97,12 @@ def _data_limits(launch: Launch) -> Iterator[tuple[str, str]]:
     if any(one.is_shared for one in launch.checkpoints):
         yield "`shared` is left out: each task has only its own files in that directory", ""
     if launch.url_inputs:
-        yield "inputs from URLs and datasets are not downloaded", "download them, and name their directories in variables"
+        yield (
+            "inputs from URLs and datasets are not downloaded",
+            "download them, and set the variables `INPUT_…` of the script to their directories",
+        )
     if launch.earlier_inputs:
-        hint = "copy them with `distflow workflow fetch`, and name their directories in variables"
+        hint = "copy them with `distflow workflow fetch`, and set the variables `INPUT_…` of the script to their directories"
         yield "outputs of earlier workflows are not copied", hint
     if launch.url_outputs:
         yield "the output is not uploaded to the URLs and datasets of `outputs`", "it is in RUN_DIR/TASK/output"

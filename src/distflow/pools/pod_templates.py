@@ -18,10 +18,11 @@ def template_image(template: Mapping[str, Any]) -> str | None:
 def with_template(template: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``pod`` merged with ``template``.
 
-    ``pod`` must have exactly one container, and the names of its volumes must begin with ``distflow``.
+    Values of ``pod`` win, but volumes and mounts of ``template`` replace those of ``pod``. ``pod`` must have exactly one
+    container, and the names of its volumes must begin with ``distflow``.
     """
     merged: dict[str, Any] = _merged(template, pod)
-    _drop_duplicates(merged["spec"])
+    _clean_up(merged["spec"])
     return merged
 
 
@@ -46,7 +47,7 @@ def _merged(below: Any, above: Any) -> Any:
     return above
 
 
-def _drop_duplicates(spec: dict[str, Any]) -> None:
+def _clean_up(spec: dict[str, Any]) -> None:
     """Let the volumes and mounts of the template replace distflow's volumes and mounts with the same name or directory.
 
     Also removes the ``args`` of the template, and those volumes of distflow that are no longer mounted.

@@ -7,7 +7,7 @@ was read then, and its other bits are the source (0, or the rank plus 1). ``outp
 (``state.samples``). The modification time of the empty file ``heartbeat`` is that of the attempt's last heartbeat, by the
 supervisor's clock.
 
-Mirrored output never uses a reserve of the disk, so that the store can still be written.
+Output is mirrored only while more than a reserve of the disk is free, so that the store can still be written.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Mirror:
         return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[PrintedLine, ...]:
-        """Return at most ``count`` last mirrored lines of an attempt's output, without blank ones; fewer if they are long."""
+        """Return the last mirrored lines of an attempt's output, without blank lines: ``count``, or fewer long ones."""
         source = LogSource(task, attempt, self.folder(workflow, group, task, attempt))
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
         printed = [(text, line) for line in lines for text in line.text.splitlines() if text.strip()]

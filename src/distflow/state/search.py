@@ -58,7 +58,7 @@ def label_globs(selector: str) -> tuple[str, ...]:
     ('train-*', 'eval-*')
     """
     if len(selector.encode()) > _MOST_BYTES:
-        raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
+        raise ValueError(f"the pattern is longer than {_MOST_BYTES} bytes")
     if not re.fullmatch(_SELECTOR, selector):
         raise ValueError("use letters, digits, `-`, `_`, `.`, `*` and alternatives such as `(a|b)`, which cannot be nested")
     globs = [""]

@@ -128,7 +128,8 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
         what = {"sftp": "file or directory", "az": "container or object", "azure": "container or object"}
         return StorageMissing(f"{where}: there is no such {what.get(scheme, 'bucket or object')}", hint=hint)
     if names & _INVALID or getattr(error, "errno", None) in _INVALID_NUMBERS:
-        return StorageError(f"{where}: the store does not accept the request: {text}")
+        hint = "check the URL, and the region and the address of the store"
+        return StorageError(f"{where}: the store does not accept the request: {text}", hint=hint)
     if "ValueError" in names:  # for example an unusable setting, a refused certificate or a damaged response
         return StorageError(f"{where}: {text}")
     return StorageUnreachable(f"{where}: {text}", hint="check the network, and the store's address")

@@ -28,7 +28,7 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 def cause_of(group: GroupRecord, attempt: int) -> Cause | None:
-    """Return the first cause of one of a group's attempts; ``None`` if no task has failed by itself."""
+    """Return the first cause of one of a group's attempts; ``None`` if none was recorded, as after a cancel or a timeout."""
     if attempt < len(group.earlier_causes):
         return group.earlier_causes[attempt]
     return group.cause
@@ -44,7 +44,8 @@ def moments(
 ) -> tuple[Moment, ...]:
     """Return the timeline of an attempt of a group, in order.
 
-    ``events`` are the events of the workflow. ``lines`` are the last lines of each task's output.
+    ``events`` are the events of the workflow; those of nodes count from the first to the last event of the tasks.
+    ``lines`` are the last lines of each task's output.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     found = [moment for task in tasks for moment in _of_task(task, cause, lines.get(task.name, ()))]

@@ -125,7 +125,7 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     launches = [launch for group in plan.groups for size in group.sizes for launch in size.launches]
     names = [record.name, plan.name, *(group.name for group in plan.groups), *(launch.task for launch in launches)]
     names += [name for group, task in tasks for name in (group.name, task.name)]
-    _match(_NAME, "name", names)
+    _match(_NAME, "name of a workflow, group or task", names)
     for uuid in (record.uuid, *(group.kept.uuid for group in record.groups if group.kept is not None)):
         if not is_uuid(uuid):
             raise ValueError(f"{uuid[:_SHOWN]!r} is not a uuid")
@@ -133,7 +133,7 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     digests += [one.digest for group in record.groups for one in group.checkpoints]
     digests += [task.saved.digest for _, task in tasks if task.saved is not None]
     digests += [file.blob or "" for launch in launches for file in launch.files]
-    _match(_DIGEST, "digest", digests)
+    _match(_DIGEST, "SHA-256 digest", digests)
     if record.id != f"{record.name}-{record.number}" or record.number < 1:
         raise ValueError(f"its id is {record.id!r}, but its name is {record.name!r} and its number is {record.number}")
     if negative := [task.name for _, task in tasks if task.attempt < 0]:
@@ -151,7 +151,7 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
 def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:
     for value in values:
         if not pattern.fullmatch(value):
-            raise ValueError(f"{value[:_SHOWN]!r} is not a {kind}")
+            raise ValueError(f"{value[:_SHOWN]!r} is not a valid {kind}")
 
 
 _BEGUN = (State.INITIALIZING, State.RUNNING, State.STOPPING)

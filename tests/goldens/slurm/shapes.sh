@@ -15,11 +15,12 @@
 # * `max_log` is left out: the size of the log is not limited
 # * training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # * training: `hang_timeout` is left out: a group without output is not reported
-# * training: `stop_on_missing_ranks` is left out: tasks keep waiting for ranks that failed although their task ended
-#   with code 0
+# * training: `stop_on_missing_ranks` is left out: if a rank fails but its task ends with code 0, the other tasks keep
+#   waiting for that rank
 # * training: `elastic` is left out: the job waits until there is room for all tasks
 # * master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
-# * master: inputs from URLs and datasets are not downloaded (download them, and name their directories in variables)
+# * master: inputs from URLs and datasets are not downloaded (download them, and set the variables `INPUT_…` of the
+#   script to their directories)
 # * master: the output is not uploaded to the URLs and datasets of `outputs` (it is in RUN_DIR/TASK/output)
 # * master: RESCHEDULE of `exitActions` is left out: a failed job is not retried (submit the script again)
 # * master: secrets are not in the script (set their variables before you submit the script)
@@ -162,11 +163,11 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr: shapes.yaml: warning: `max_log` is left out: the size of the log is not limited
 # stderr: shapes.yaml: warning: training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # stderr: shapes.yaml: warning: training: `hang_timeout` is left out: a group without output is not reported
-# stderr: shapes.yaml: warning: training: `stop_on_missing_ranks` is left out: tasks keep waiting for ranks that failed although their task ended with code 0
+# stderr: shapes.yaml: warning: training: `stop_on_missing_ranks` is left out: if a rank fails but its task ends with code 0, the other tasks keep waiting for that rank
 # stderr: shapes.yaml: warning: training: `elastic` is left out: the job waits until there is room for all tasks
 # stderr: shapes.yaml: warning: master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
 # stderr: shapes.yaml: warning: master: inputs from URLs and datasets are not downloaded
-# stderr:     download them, and name their directories in variables
+# stderr:     download them, and set the variables `INPUT_…` of the script to their directories
 # stderr: shapes.yaml: warning: master: the output is not uploaded to the URLs and datasets of `outputs`
 # stderr:     it is in RUN_DIR/TASK/output
 # stderr: shapes.yaml: warning: master: RESCHEDULE of `exitActions` is left out: a failed job is not retried

@@ -204,7 +204,8 @@ def _write_csv(metrics: MetricSeries | None, samples: Sequence[ChosenSamples]) -
     rows = csv.writer(sys.stdout, lineterminator="\n")
     if metrics is not None and samples:
         raise InputError(
-            "one CSV table cannot contain both metrics and samples of resources", hint="run the command once for each of them"
+            "one CSV table cannot contain both metrics and samples of resources",
+            hint="run the command once without, and once only with `--system` or `--key system/…`",
         )
     if metrics is not None:
         rows.writerow(["task", "retry_id", "rank", "step", "time", *metrics.names])

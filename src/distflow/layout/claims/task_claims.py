@@ -12,8 +12,8 @@ These commands claim ranks:
   program with more, or if several tasks run it with ``--offset`` and ``--size`` (``layout.checks`` decides that). A single
   ``crop.py --offset 3 --size 128`` claims no ranks.
 * a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
-  ``WORLD_SIZE``, if several tasks of the group do so, or one with a ``ranks`` field. Without this field, the values are read as
-  torchrun's node rank and number of nodes.
+  ``WORLD_SIZE``. These count only if several tasks of the group have them, or if the task also has a ``ranks`` field of size 1.
+  With this field, the values are the offset and the world size; without it, torchrun's node rank and number of nodes.
 
 distflow computes the value of a token (``{{rank_offset}}``) and of its own variables (``$NODE_RANK``). A variable with one
 literal value in the environment and the scripts has that value. A variable without a value has its default (``${N:-8}``). Any

@@ -76,7 +76,7 @@ class Draft(Struct):
     worlds: list[LocatedValue] = field(default_factory=list)
     """The total number of ranks, each time that the block states it."""
     sizes: LocatedValue | None = None
-    """The number of ranks in each task, as the block states them (a list)."""
+    """The number of ranks of each task, as a list, if the block states them."""
     placement: LocatedValue | None = None
     """The requested placement of ranks on nodes, in Ray's terms."""
     problems: list[Problem] = field(default_factory=list)
@@ -216,7 +216,9 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         here = (*path, "placement_group")
         for key in group:
             if key != "strategy":
-                hint = "write the needs of the tasks in `resources`; each task of a world gets a separate node"
+                hint = (
+                    "write the needs of the tasks in `resources`; tasks of a world get separate nodes, except in a local pool"
+                )
                 draft.add((*here, key), f"`{key}` of `placement_group` is not supported", hint)
         if "strategy" in group:
             draft.placement = LocatedValue(group["strategy"], (*here, "strategy"))
@@ -278,7 +280,7 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         here = (*path, key)
         if key == "profile_communication":
             if value:
-                message = "`profile_communication` has no effect, because programs start profiling themselves"
+                message = "`profile_communication` has no effect, because distflow does not start the profiler"
                 hint = "remove it, and run a step under torch.profiler, which reports the times of collectives"
                 draft.add(here, message, hint)
             continue

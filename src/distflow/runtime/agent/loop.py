@@ -25,10 +25,7 @@ _MAX_PAUSE_S = 3600.0  # epoll's timeout is limited
 
 
 class Loop:
-    """Callbacks on a selector.
-
-    The loop sleeps until a descriptor is ready, a child ends or a timer expires.
-    """
+    """An event loop: it sleeps until descriptors are ready, children end or timers expire, and then calls functions."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -57,9 +54,10 @@ class Loop:
                 heapq.heappop(self._timers)[2]()
 
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
-        """Call back when ``fd`` is ready. For a watched ``fd``, other events replace the old ones and the callback.
+        """Call back when ``fd`` is ready. Events 0 end the watch.
 
-        Events 0 end the watch.
+        If ``fd`` is watched already, other events and their callback replace the old ones; with the same events, the old
+        callback stays.
         """
         known = fd in self.selector.get_map()
         if not events:
@@ -173,7 +171,7 @@ def _read_result(text: bytes) -> Json:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:
         raise OpError(
-            "internal", "the agent's child process for this request ended without a valid result; it may have been killed"
+            "internal", "the agent's child process for this request sent no valid result; it may have been killed"
         ) from error
     if not result.get("ok"):
         raise OpError.from_json(result["error"])

@@ -1,4 +1,4 @@
-"""Packing a task's files into a blob: a tar that depends only on names, contents, times and x bits, named by its SHA-256.
+"""Packing a task's files into a blob: a tar that depends only on names, contents, times and execute bits, named by its SHA-256.
 
 The blob is stored like all other blobs, so it need not be sent to the node that packed it. ``packed.json`` records the
 packed output of an ended attempt, which is not packed again. A checkpoint is packed while its task runs. Files that change
@@ -49,8 +49,8 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
     Returns ``hash`` and ``size`` of the blob, ``files`` (the number of entries), and ``left_out`` (names of sockets, pipes and
     devices; after three names, the number of others). ``on_progress`` gets the packed and the total bytes.
 
-    Raises ``not_found`` if the output is gone, and ``OpError`` for a file that cannot be read, or a link that leads out of the
-    output but not to a file.
+    Raises ``not_found`` if the output is gone, and ``OpError`` for a file that cannot be read, or a link to something
+    outside of the output that is not a file.
     """
     directory = attempts.directory_of(root, attempt)
     known = _packed_before(root, directory)
@@ -77,9 +77,11 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     """Pack a directory of an attempt that may still run. Returns the same keys as ``pack_output``.
 
     ``place`` is the path of the directory below the attempt's directory, and its last part begins all names in the archive. If
-    there is no file to pack, ``files`` is 0, ``hash`` is empty and there is no blob. ``left_out`` also names files that change
-    meanwhile, and links to directories outside. Raises ``not_found`` if the attempt's directory is gone, and ``busy`` if all
-    files of the directory keep changing, or if different files change in each pass.
+    there is no file to pack, ``files`` is 0, ``hash`` and ``left_out`` are empty, and there is no blob. ``left_out`` also names
+    files that change meanwhile, and links to something outside of the parent directory that is not a file.
+
+    Raises ``not_found`` if the attempt's directory is gone, and ``busy`` if all files of the directory keep changing, or if
+    different files change in each pass.
     """
     directory = attempts.directory_of(root, attempt)
     path = path_inside(directory, place)

@@ -173,7 +173,7 @@ def _send(peer: Peer, source: BinaryIO, at: int, digest: Any) -> None:
         for _, frame in frames(rest):  # type: ignore[arg-type]
             peer.write(frame)
         if rest.left:
-            raise OSError(errno.EIO, "the file became shorter while it was sent")
+            raise OSError(errno.EIO, "it became shorter while it was sent; try again when the task does not write it")
     except OSError as error:
         peer.write(error_frame(OpError.from_os(error, "cannot read the file")))
         return

@@ -1,6 +1,7 @@
 """The batches of a rank: its share of the samples, batches of a limited size, and the parts of a batch.
 
-A batch is a tensor, or a tuple, list or mapping of tensors, as data sets and the collators of Hugging Face return them.
+For a model, a batch is a tensor, or a tuple, list or mapping of tensors, as data sets and the collators of Hugging Face return
+them. ``DynamicBatcher`` and ``equal_batches`` handle lists of samples, before they are combined.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class DynamicBatcher(Generic[_Sample]):
         self._longest = 0
 
     def add(self, sample: _Sample) -> list[_Sample] | None:
-        """Add a sample. Return a full batch, perhaps without it, or ``None``. Raises ``ValueError`` for too long a sample."""
+        """Add a sample. Return a batch if one is full, else ``None``. It lacks this sample if the sample did not fit.
+
+        Raises ``ValueError`` for a sample of more than ``max_tokens``.
+        """
         tokens = self._length(sample) if self._max_tokens is not None else 0
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens does not fit max_tokens={self._max_tokens}: cut it, or allow more")
@@ -90,9 +94,9 @@ class DynamicBatcher(Generic[_Sample]):
 def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | None = None) -> list[list[_Sample]]:
     """Split batches until every rank has the same number of batches. Collective.
 
-    A rank with fewer batches than other ranks splits its largest batches in two. A rank with fewer samples than other ranks
-    have batches repeats some samples, and warns. Raises ``ValueError``, on all ranks, for an empty batch, or if only some ranks
-    have samples.
+    A rank with fewer batches than other ranks splits its largest batches in two. If another rank has more batches than this
+    rank has samples, this rank repeats some of them, and warns. Raises ``ValueError``, on all ranks, for an empty batch, or if
+    only some ranks have samples.
     """
     group, device = channel(group)
     counts = torch.tensor([len(batches), -sum(map(len, batches)), not all(batches)], device=device)
@@ -118,7 +122,7 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
 
 
 _TUTORIAL_BATCH = 32
-"""The usual batch size of tutorials. This number times the ranks, as a per-rank size, is probably meant as a global size."""
+"""The usual batch size of tutorials. A per-rank size of this number times the ranks is probably meant as a global size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +215,10 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
     """Let ranks have different numbers of batches: ranks that finish early still take part in the reductions.
 
     ``parts`` are models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, or other ``Joinable`` objects of torch.
-    Raises ``TypeError`` for other objects and for models under ``local_sgd``. A sharded model needs every rank in every forward
-    pass, so give its loader ``uneven="pad"``. Inside, ``GradientGuard``, ``MemoryGuard``, ``stop_requested``, ``StepTimer`` and
-    ``Checkpoints`` raise ``RuntimeError``, because ranks that finished early would not take part.
+    Raises ``TypeError`` for other objects and, with ``enable``, for models under ``local_sgd``. A sharded model needs every
+    rank in every forward pass, so give its loader ``uneven="pad"``. Inside, ``GradientGuard``, ``MemoryGuard``,
+    ``stop_requested``, ``StepTimer`` and ``Checkpoints`` raise ``RuntimeError``, because ranks that finished early would not
+    take part.
     """
     for part in parts:
         if not isinstance(part, Joinable):
@@ -241,7 +246,7 @@ def _joined(parts: list[Joinable]) -> Iterator[None]:
 
 
 Batch = Any
-"""A tensor, or tensors in tuples, lists and mappings. When a batch is cut, every part gets the other values unchanged."""
+"""A tensor, or tensors in tuples, lists and mappings. When it is cut, every part gets the values that have no dimensions."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a model."""

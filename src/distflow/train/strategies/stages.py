@@ -187,7 +187,10 @@ def make_pipeline(
         try:
             pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         except AttributeError as error:  # an unknown module, or the first one
-            raise ValueError(f"pipeline: stages cannot begin at the split_points {', '.join(points)}: {error}") from error
+            raise ValueError(
+                f"pipeline: stages cannot begin at the split_points {', '.join(points)}: {error}; "
+                "name modules after the first one"
+            ) from error
         part = pipe.get_stage_module(index).to(device)
         own = {index: part}
 

@@ -60,7 +60,7 @@ def _cluster(
             yield error(
                 "ray",
                 at,
-                f"no node has {listed(missing)}, which platform `{name}` needs",
+                f"no node has {' or '.join(f'`{plain(one)}`' for one in missing)}, which platform `{name}` needs",
                 f"{known}: change `platforms` of the pool",
             )
     names = [str(one["name"]) for one in nodes]

@@ -41,6 +41,6 @@ def _numbers(ranges: str) -> list[str]:
         if int(first) > int(last):
             raise ValueError(f"`{item}` in the list of hosts `[{ranges[:80]}]` is not a range such as `01-03`")
         if len(found) + int(last) - int(first) >= MOST_HOSTS:
-            raise ValueError(f"the list of hosts `{ranges[:80]}` has more than {MOST_HOSTS} hosts")
+            raise ValueError(f"the list of hosts `[{ranges[:80]}]` has more than {MOST_HOSTS} hosts")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

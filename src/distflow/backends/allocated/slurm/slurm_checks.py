@@ -145,7 +145,7 @@ class _Check:
             if not any(one.get("Default") == "YES" for one in partitions.values()):
                 yield error(
                     "slurm", self._at, f"the cluster has no default partition{_of(platform)}",
-                    f"set `slurm.partition` of the pool; the cluster has {listed(sorted(partitions))}",
+                    f"set `slurm.partition` of the pool to a partition of the cluster: {listed(sorted(partitions))}",
                 )  # fmt: skip
             return
         for name in wanted.split(","):

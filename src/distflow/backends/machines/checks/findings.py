@@ -217,10 +217,8 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
         if wanted and wanted > reported:
             message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {reported}"
             message += "" if reported else ": it has no nvidia-smi"
-            hint = (
-                "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver; `check_capacity: false` is for\n"
-            )
-            yield error("gpus", names, message, f"{hint}accelerators that distflow cannot count")
+            hint = "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver\n"
+            yield error("gpus", names, message, f"{hint}for accelerators that distflow cannot count: `check_capacity: false`")
     elif wanted is not None and wanted > len(measured.gpus):
         message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
         yield error(
