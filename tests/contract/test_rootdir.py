@@ -252,7 +252,7 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
     assert (old / "output.log").read_text() == f"{old}/work\n"
     fetched = fetch_output(node.transport, str(node.top), sys.executable, attempt, node.top.parent, timeout_s=60)
     assert fetched.files == 1
-    with pytest.raises(AgentError, match="a record of an ended attempt"):
+    with pytest.raises(AgentError, match="has already ended on this node"):
         node.lease(link, attempt)
     following = f"{attempt[:-1]}1"
     node.lease(link, following)

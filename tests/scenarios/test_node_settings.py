@@ -48,8 +48,8 @@ def test_settings_of_a_command_override_pool_and_spec_and_hold_for_a_restart(cli
 
 def test_wrong_settings_are_refused(cli: Cli) -> None:
     for option, value, words in (
-        ("--python", "", "--python `` is not a path or a name"),
-        ("--python", "-c", "--python `-c` is not a path or a name"),
+        ("--python", "", "--python `` is not the path or the name of a program"),
+        ("--python", "-c", "--python `-c` is not the path or the name of a program"),
         ("--env", "1A=x", "--env: `1A` is not a valid name of a variable"),
         ("--env", "MASTER_PORT=x", "--env: error: one: MASTER_PORT: x: the port must be a number"),
         ("--env", "SECRET", "--env `SECRET` is not of the form NAME=VALUE\nwrite SECRET=value\n"),

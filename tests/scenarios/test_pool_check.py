@@ -246,7 +246,7 @@ def test_a_path_that_is_not_on_a_node_keeps_a_gang_from_running(hosts: Hosts) ->
     answer = hosts.check("--path", str(there), "--path", missing, "--node", "gpu1", code=3)
     (found,) = [one for one in answer["findings"] if one["about"] == "path"]
     assert (found["grade"], found["nodes"]) == ("error", ["gpu1"])
-    assert found["message"] == f"{missing} cannot be read: {missing}: No such file or directory"
+    assert found["message"] == f"{missing} cannot be read: No such file or directory"
 
 
 def test_a_hostfile_is_checked_and_run_with_the_settings_of_the_pool(hosts: Hosts) -> None:

@@ -200,7 +200,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert report["kept"] == ["step-3", "step-4", "step-5", "step-6"]
     assert (report["step"], report["right"]) == (3, True)
     changed, cut, missing = report["warnings"]
-    assert "step-6 is broken and skipped: the checksum of __0_0.distcp differs from the one in manifest.json" in changed
+    assert "step-6 is damaged and not used: the checksum of __0_0.distcp differs from the one in manifest.json" in changed
     assert "extra.pt has 3 bytes, not" in cut
     assert "manifest.json" in missing
     assert report["async"] == [6, True]
@@ -214,7 +214,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert "set DISTFLOW_CHECKPOINT" in none
     assert "keep_last=0" in keep
     assert "step=-1" in negative
-    assert "it could not be loaded: a state (loader, scheduler) contains " in unreadable
+    assert "would refuse it: the state of loader or scheduler contains " in unreadable
 
 
 TWO = (

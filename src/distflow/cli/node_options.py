@@ -54,7 +54,9 @@ def parse_node_settings(
     Raises ``InputError``, or ``ProblemsFound`` for the requirements file ``venv``.
     """
     if python is not None and not is_program(python):
-        raise InputError(f"--python `{python}` is not a path or a name", hint="write `--python /opt/venv/bin/python`")
+        raise InputError(
+            f"--python `{python}` is not the path or the name of a program", hint="write `--python /opt/venv/bin/python`"
+        )
     variables: dict[str, str] = {}
     for item in env or ():
         name, equals, value = item.partition("=")

@@ -121,7 +121,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     remedy: str
     """The remedy. ``<id>`` stands for the id of the workflow."""
     task: str = ""
-    """The task whose output or end shows the cause; empty for a silent gang; of several tasks, the first."""
+    """The task whose output or end shows the cause; the first of several. Empty for a silent gang."""
     line: str = ""
     """The line that shows the cause; empty if there is none."""
     traceback: str = ""

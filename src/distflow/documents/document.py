@@ -1,7 +1,7 @@
 """A parsed YAML document: its values, and the line and column of each part.
 
 Values follow YAML 1.1 as in OSMO, except that dates, times of day (``12:30:45``) and whole numbers such as ``010`` remain text.
-``Document.text_at`` returns a scalar as written, regardless of its YAML type: ``on`` remains ``on``.
+``Document.text_at`` returns the text of a scalar, regardless of its YAML type: ``on`` remains ``on``.
 
 ``View`` reads a document after the check against its schema. All findings are reported at once, so later checks run even if
 that check found wrong types. A ``View`` therefore returns only values of the right type, and ``None`` or nothing for others.
@@ -75,15 +75,15 @@ class Document(Struct, frozen=True, kw_only=True):
         return value
 
     def mark_at(self, path: Path) -> Mark:
-        """Return the place of the value at ``path``, or of the nearest part above it."""
+        """Return the mark of the value at ``path``, or of the nearest part above it."""
         return self._nearest(path).mark
 
     def key_mark_at(self, path: Path) -> Mark:
-        """Return the place of the key of ``path``, or of the nearest part above it."""
+        """Return the mark of the key of ``path``, or of the nearest part above it."""
         return self._nearest(path).key
 
     def raw_at(self, path: Path) -> str | None:
-        """Return the scalar at ``path`` as written, or ``None`` if it is not a scalar."""
+        """Return the text of the scalar at ``path``, without quotes and with escapes replaced, or ``None`` for other values."""
         place = self.places.get(path)
         return place.raw if place is not None else None
 
@@ -137,15 +137,15 @@ class View(Struct, frozen=True):
         return value is not None and value not in ([], {})
 
     def key_mark(self, key: str) -> Mark:
-        """Return the place of a key, or of the mapping if the key is missing."""
+        """Return the mark of a key, or of the mapping if the key is missing."""
         return self.document.key_mark_at((*self.path, key)) if key in self.keys else self.mark
 
     def text(self, key: str) -> Text | None:
-        """Return a scalar as written."""
+        """Return a scalar as a text with its places."""
         return self.document.text_at((*self.path, key))
 
     def string(self, key: str) -> str | None:
-        """Return a scalar as written, without its places."""
+        """Return the text of a scalar."""
         text = self.text(key)
         return text.value if text is not None else None
 

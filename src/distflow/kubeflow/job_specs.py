@@ -60,8 +60,8 @@ def read_options(options: Sequence[object] | None) -> JobOptions:
             values["args"] = (*vars(option)["args"],)
         else:
             raise ValueError(
-                f"the option `{type(option).__name__}` has no counterpart on a pool of machines: use Name, Labels, "
-                "ActiveDeadlineSeconds, TrainerCommand or TrainerArgs"
+                f"the option `{type(option).__name__}` is not supported. Supported options: Name, Labels, "
+                "ActiveDeadlineSeconds, TrainerCommand, TrainerArgs"
             )
     return JobOptions(**values)
 

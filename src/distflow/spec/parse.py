@@ -273,7 +273,7 @@ def _parse_members(
     found: list[TaskSpec] = []
     for position, task in enumerate(tasks):
         if task.flag("lead") and len(replica_names(task)) > 1:
-            hint = "write the lead as a separate task; in a group without other tasks the first replica leads: remove `lead`"
+            hint = "make the lead a separate task; if this is the only task, remove `lead`: its first replica then leads"
             task.add("a task with `replicas` cannot be the lead, because a group has exactly one lead", hint, key="lead")
         specs = parse_task(task, leads=position == lead, resources=resources, inputs=inputs[position], base_dir=base_dir)
         check_tokens(task, specs[0], tasks, all_names)
@@ -370,7 +370,7 @@ def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -
 
 
 def _one_of(path: KeyPath, value: Mapping[str, Any], rule: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Explain the mappings that need one of two keys. The message is empty for values that OSMO accepts."""
+    """Return message and hint for a mapping that needs one of two keys. The message is empty for values that OSMO accepts."""
     one, other = (choice["required"][0] for choice in rule["oneOf"])
     name = path_text(path)
     if one == "contents":

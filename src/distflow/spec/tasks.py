@@ -73,7 +73,7 @@ def parse_task(
         exit_actions=_parse_exit_actions(task),
         ranks=_ranks(task),
         replica=None if _replicas(task) is None else 0,
-        outputs=_output_words(task),
+        outputs=_output_descriptions(task),
         url_outputs=url_outputs(task),
         output_dir=_output_dir(task),
         mark=task.key_mark("name"),
@@ -151,7 +151,9 @@ def _resource(task: View, resources: Container[str]) -> str:
         )
     if name is None and _DEFAULT not in resources:
         known = resources if isinstance(resources, Mapping) else ()
-        hint = f"add `resource:` with one of {', '.join(f'`{entry}`' for entry in known)}, or define a resource named `default`"
+        hint = "define a resource named `default`"
+        if known:
+            hint = f"add `resource:` with one of {', '.join(f'`{entry}`' for entry in known)}, or {hint}"
         task.add(
             f"the task `{task.string('name')}` has no `resource`, and `workflow.resources` has no `default`", hint, key="name"
         )
@@ -263,7 +265,7 @@ def _warn_of_ignored_keys(task: View) -> None:
             task.warn(message, hint, key=key)
 
 
-def _output_words(task: View) -> tuple[str, ...]:
+def _output_descriptions(task: View) -> tuple[str, ...]:
     """Describe the destinations of the task's output."""
     words = []
     for entry in task.views("outputs"):
@@ -393,8 +395,8 @@ def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[Ta
 
 
 def _with_launcher(spec: TaskSpec, launcher: Launcher, framework: Text | None) -> TaskSpec:
-    named = framework is not None and framework.value not in (*_WITHOUT_RANKS, "pytorch")
-    if spec.ranks is not None or not (launcher.starts_ranks or named):
+    framework_needs_ranks = framework is not None and framework.value not in (*_WITHOUT_RANKS, "pytorch")
+    if spec.ranks is not None or not (launcher.starts_ranks or framework_needs_ranks):
         return replace(spec, launcher=launcher)
     where = launcher.mark if launcher.starts_ranks or framework is None else framework.mark
     return replace(spec, launcher=launcher, ranks=Ranks(mark=where))
@@ -456,7 +458,7 @@ def parse_retry(owner: View, above: Retry) -> Retry:
 def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Problem, ...]:
     """Return a warning for each RESCHEDULE that never has an effect, or has none after its task has started.
 
-    ``worlds`` has the names of groups whose tasks share a world.
+    ``worlds`` has the names of the groups with a world.
     """
     found = []
     for group in spec.groups:
@@ -467,7 +469,7 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
             message = hint = ""
             if group.retry.limit == 0:
                 message = "no effect: `retry` has the limit 0"
-                hint = "raise the limit, or remove it to use the workflow's limit (10 by default)"
+                hint = "set the limit to 1 or more, or remove it: the default is 10"
             elif ignores and not task.lead:
                 why = f"the group continues without `{task.written_name}`, because only the lead decides the group's end"
                 message = f"no effect after the task has started: {why}"

@@ -52,8 +52,8 @@ def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStor
 def _s3_session() -> Any:
     """Return a session of aiobotocore that sends no ``Expect: 100-continue``.
 
-    aiohttp waits for the server's answer to it without a timeout. An upload would wait forever for a server that closes the
-    request before it has read the body.
+    aiohttp waits for the server's answer to it without a timeout. If a server answers before it has
+    read the body, the upload would wait forever.
     """
     session = importlib.import_module("aiobotocore.session").AioSession()
     session.unregister("before-call.s3", importlib.import_module("botocore.handlers").add_expect_header)
@@ -127,7 +127,7 @@ class ObjectStore:
             self._check_container()
 
     def check_readable(self, key: str) -> None:
-        """List at most one object, where the driver can limit a list."""
+        """List at most one object of S3. Other drivers cannot limit a list, so list all objects below the key."""
         with self._errors(key):
             if self._driver.speaks_s3:
                 self._files.call_s3("list_objects_v2", Bucket=self._container, Prefix=key, MaxKeys=1)
@@ -164,7 +164,7 @@ class ObjectStore:
         )  # fmt: skip
 
     def _head(self, key: str) -> Entry:
-        """Return one object of S3, which reports whether its ETag is a checksum of the content."""
+        """Return one object of S3. Its headers show whether it is encrypted, and so whether its ETag is a checksum."""
         found = self._files.call_s3("head_object", Bucket=self._container, Key=key)
         tag = str(found.get("ETag") or "").strip('"')
         # The ETag of an object that is encrypted with KMS or a customer's key is not a checksum.
@@ -203,7 +203,7 @@ def _seconds(at: object) -> float | None:
 
 
 def _callback(on_bytes: Callable[[int], None]) -> Any:
-    """Return a callback of fsspec that passes the bytes of each part to ``on_bytes``."""
+    """Return a callback of fsspec that passes the number of bytes of each part to ``on_bytes``."""
     kind = importlib.import_module("fsspec.callbacks").Callback
 
     class PartCallback(kind):  # type: ignore[misc, valid-type]

@@ -1,4 +1,4 @@
-"""Helpers for time in tests: wait for a condition instead of a fixed time, and a clock that tests set."""
+"""Helpers for tests: wait for a condition instead of a fixed time, and a clock that tests move."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MIN_TIMEOUT_S = 60.0
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
-    With short calls, it takes at most a tenth of a core: the pause between two calls is nine times the duration of the last
-    call, or a twentieth of the time already waited if that is longer, but 0.02 to 1 s. Raises ``TimeoutError`` with ``what``
-    after ``timeout_s``, but not within the first minute: an action of a second may take half a minute while several tests
-    start processes.
+    The pause after a call is nine times as long as the call, or a twentieth of the time already waited if that is longer, but
+    at least 0.02 s and at most 1 s. So short calls take at most a tenth of a core. Raises ``TimeoutError`` with ``what`` after
+    ``timeout_s``. Values below 60 count as 60: something that usually takes one second may take 30 s while several tests start
+    processes.
     """
     timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
     started = time.monotonic()
@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
 
 
 class FakeClock:
-    """A clock that changes only when a test sets it."""
+    """A clock that changes only when a test calls ``advance``."""
 
     def __init__(self, start: float = 1_000_000_000.0) -> None:
         """Begin at ``start``, seconds since the epoch."""

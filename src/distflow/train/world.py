@@ -264,7 +264,9 @@ def _rendezvous(environment: Mapping[str, str], place: World, timeout: timedelta
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         if hosts and "server socket" in why:
-            raise WorldError(f"rank 0 cannot listen on port {port}: {why}; give another MASTER_PORT") from error
+            raise WorldError(
+                f"rank 0 cannot listen on port {port}: {why}; set MASTER_PORT to a free port, the same on all ranks"
+            ) from error
         if hosts:
             remedy = "check that MASTER_ADDR is an address of this machine"
             raise WorldError(f"rank 0 cannot connect to its own store at {address}:{port}: {why}; {remedy}") from error

@@ -123,7 +123,7 @@ def test_wrong_arguments_of_the_client_are_refused(tmp_path: Any, monkeypatch: p
         client.train()
     with pytest.raises(ValueError, match="does not run Kubeflow's initializers"):
         client.train(initializer=Initializer(dataset=S3DatasetInitializer("s3://b/d")), trainer=CustomTrainer(func=_train))
-    with pytest.raises(ValueError, match="`Annotations` has no counterpart"):
+    with pytest.raises(ValueError, match="`Annotations` is not supported"):
         client.train(trainer=CustomTrainer(func=_train), options=[Annotations({})])
     with pytest.raises(ValueError, match="`'lab'` is not a backend configuration"):
         TrainerClient("lab")

@@ -166,7 +166,7 @@ def test_objects_of_the_sdk_are_accepted(kubeflow: Any) -> None:
     ours = spec(CustomTrainer(**given), [distflow.kubeflow.options.ActiveDeadlineSeconds(60)])
     assert spec(kubeflow.CustomTrainer(**given), [sdk_options.ActiveDeadlineSeconds(60)]) == ours
     assert read_options([sdk_options.Name("x"), sdk_options.Labels({"team": "vision"})]).labels == {"team": "vision"}
-    with pytest.raises(ValueError, match="the option `RuntimePatch` has no counterpart"):
+    with pytest.raises(ValueError, match="the option `RuntimePatch` is not supported"):
         read_options([sdk_options.RuntimePatch()])
     with pytest.raises(ValueError, match="torchtune"):
         spec(kubeflow.BuiltinTrainer(config=kubeflow.TorchTuneConfig()), [])

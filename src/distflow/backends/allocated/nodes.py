@@ -1,4 +1,4 @@
-"""Transports to allocated nodes for commands of users. All transports of a pool share one engine."""
+"""Transports to allocated nodes for commands such as ``workflow exec``. All transports of a pool share one engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class AllocatedNode:
     """A node of an allocation (contract: ``transports.base.Transport``).
 
     Each operation goes to the node while the allocation exists. After its end, operations go to the login node, if the engine
-    has one: it has the node's files if they are on a shared file system. ``hang_up`` and ``close`` affect only this node.
+    has one: it has the node's files if they are on a shared file system. ``hang_up`` and ``close`` close the channels
+    to the node itself; channels to the login node stay open.
     """
 
     reached_address: str | None = None
@@ -108,12 +109,12 @@ class AllocatedNode:
         return self._do(lambda target: target.dial(port, timeout_s=timeout_s))
 
     def hang_up(self) -> None:
-        """Close the channels to this node. The next operation checks again whether the allocation exists."""
+        """Close the channels to the node. The next operation checks again whether the allocation exists."""
         self._shared.invalidate()
         self._inside.hang_up()
 
     def close(self) -> None:
-        """Close the channels to this node for good, and the engine if no other transport uses it."""
+        """Close the channels to the node for good, and the engine if no other transport uses it."""
         with self._lock:
             if self._is_closed:
                 return
@@ -122,11 +123,11 @@ class AllocatedNode:
         self._leave(self._shared)
 
     def _has_ended(self) -> bool:
-        """Return whether the allocation has ended since an operation was sent to the node."""
+        """Query the engine again, and return whether the allocation has ended; False if the engine cannot be queried."""
         self._shared.invalidate()
         try:
             return not self._shared.exists(self._allocation)
-        except NodeUnreachable:
+        except (NodeUnreachable, RequestRefused):
             return False
 
     def _do(self, action: Callable[[Transport], _T]) -> _T:
@@ -149,7 +150,9 @@ class AllocatedNode:
 class NodeChannel:
     """A command's pipes (contract: ``transports.base.Channel``).
 
-    If the allocation ends before the command starts, ``read`` starts it on the login node, as long as nothing was written.
+    If the allocation ends before the command has sent output or an exit code, the first ``read`` starts the command again,
+    on the login node, unless ``write`` was called. The command may have run on the node already, so it must be safe to run
+    twice.
     """
 
     def __init__(self, start: Callable[[], Channel], has_ended: Callable[[], bool]) -> None:
@@ -193,7 +196,7 @@ class NodeChannel:
             self._channel.close()
 
     def _restart_on_login_node(self) -> bool:
-        """Start the command on the login node if the allocation ended before the command began. Returns whether it started."""
+        """Start the command on the login node if the class says so. Returns whether it started."""
         if not self._is_unused() or self._channel.exit_code is not None or not self._has_ended():
             return False
         with self._lock:

@@ -177,13 +177,15 @@ def _send_by_apprise(url: str, message: Message) -> None:
     try:
         import apprise
     except ImportError:
-        raise NotifyError(f"apprise is not installed: {INSTALL_APPRISE}") from None
+        raise NotifyError(f"apprise is not installed; install it: {INSTALL_APPRISE}") from None
     try:
         service = apprise.Apprise.instantiate(url, suppress_exceptions=True)
         is_sent = service is not None and service.notify(title=message["summary"], body=message["text"])
     except Exception as error:  # noqa: BLE001  plugins raise anything; do not show the text, which may contain the URL
         raise NotifyError(f"apprise failed ({type(error).__name__})") from None
     if service is None:
-        raise NotifyError("apprise has no service for this URL")
+        raise NotifyError(
+            "apprise does not accept this URL: its service is unknown, or a part of the URL is missing or invalid"
+        )
     if not is_sent:
         raise NotifyError("apprise could not deliver the message", may_retry=True)

@@ -1,4 +1,4 @@
-"""The agent: acts for the node on one connection (docs/agent-protocol.md), and exits with it.
+"""The agent: carries out the requests of one connection on a node (docs/agent-protocol.md), and exits when that ends.
 
 It has no state that must outlive it. The state of attempts is in their files and in their pairs (a runner and a keeper each).
 """
@@ -131,7 +131,7 @@ class _Agent:
         except OSError:
             self._loop.is_over = True
             return
-        # After every write, even of a reply to a ping, because the sampler does not notify agents of new samples.
+        # The sampler does not notify agents of new samples. Replies to pings come here too, so new samples are found regularly.
         self._streams.pump()
         if not self._queue:
             self._loop.watch(self._outgoing, 0, self._write)
@@ -226,7 +226,7 @@ class _Agent:
         directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
-            raise OpError("conflict", "this node has a record of an ended attempt with this number; submit the workflow again")
+            raise OpError("conflict", "attempt {} has already ended on this node; submit the workflow again".format(attempt))
         if phase != "absent":
             self._watches.get(attempt)
             state = records.read_state(directory) or {}
@@ -338,7 +338,7 @@ class _Agent:
         if watch.link is None and self._is_starting(watch):
             self._watches.expect(watch.attempt, lambda: self._dispatch(request))
             return
-        watch = self._watches.get(watch.attempt)  # connects to a pair that has come up since the first line
+        watch = self._watches.get(watch.attempt)  # connects to a pair that has started in the meantime
         attempts.write_ticket(watch.attempt, request.get("waits") or {})
         self._watches.end_unreachable(watch)
         self._releasing[watch.attempt] = [answer]
@@ -427,7 +427,7 @@ def _unknown(watch: Watch) -> OpError:
 
 
 def _activated(root: str, launch: Json) -> Json:
-    """Return the launch with its Python environment, if it has one. Raises ``no_venv``."""
+    """Return the launch with its Python environment, if it has one. Raises ``OpError``."""
     if not launch.get("venv"):
         return launch
     from distflow.runtime.files import venvs

@@ -264,7 +264,7 @@ def uninstall(root: str, request: Json) -> Json:
 
 @contextlib.contextmanager
 def _no_builds(root: str) -> Iterator[None]:
-    """Hold the locks of all Python environments. Raises ``conflict`` if one is being built."""
+    """Hold the locks of all Python environments. Raises ``conflict`` if another process has one."""
     top = os.path.join(root, venvs.VENVS)
     names = os.listdir(top) if root_directory.is_own_directory(top) else []
     with contextlib.ExitStack() as held:
@@ -272,7 +272,7 @@ def _no_builds(root: str) -> Iterator[None]:
             if name.endswith(".lock"):
                 lock = open_locked(os.path.join(top, name))
                 if lock is None:
-                    raise OpError("conflict", "a Python environment is being built here; try again later")
+                    raise OpError("conflict", "a Python environment is being built or removed on this node; try again later")
                 held.callback(os.close, lock)
         yield
 

@@ -1,4 +1,4 @@
-"""Safe files: paths that do not leave a directory, files that survive a power cut, and reserved disk space."""
+"""Safe files: paths that stay in a directory, files that a power cut does not leave incomplete, and a reserve of the disk."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> st
     ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
     """
     if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
-        raise OpError("bad_request", "the path {!r} must be relative, without `..` and NUL bytes".format(relative))
+        raise OpError(
+            "bad_request", "the path {!r} must be relative and not empty, without `..` and NUL bytes".format(relative)
+        )
     path = os.path.normpath(os.path.join(top, relative))
     if known is not None and os.path.dirname(path) in known:
         return path

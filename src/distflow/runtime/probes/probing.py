@@ -327,7 +327,8 @@ def _checksum(path: str, until: float) -> Json:
                     is_complete = False
                     break
     except OSError as error:
-        return {"error": "{}: {}".format(error.filename or path, error.strerror)}
+        place = "" if error.filename in (None, path) else "{}: ".format(error.filename)
+        return {"error": "{}{}".format(place, error.strerror)}
     digest = hashlib.sha256("\n".join(sorted(entries)).encode("utf-8", "surrogateescape")).hexdigest() if is_complete else None
     return {"error": None, "files": len(entries), "bytes": total, "digest": digest, "is_complete": is_complete}
 

@@ -1,13 +1,13 @@
 """The sender: packs a task's files and sends them on its own connection. It is the counterpart of the receiver.
 
 Standard input: a line ``{"attempt"}`` for the task's output, or ``{"attempt", "place"}`` for another directory of the attempt,
-such as a checkpoint. After the reply about the packed files follows a line ``{"at": n}`` with the number of bytes that the
-submitter already has. For a ``place``, a line ``{"got": true}`` ends the transfer, and the sender removes the packed files.
+such as a checkpoint. After the reply about the packed files, the submitter sends a line ``{"at": n}``: the number of bytes
+that it already has. For a ``place``, a line ``{"got": true}`` ends the transfer, and the sender removes the packed files.
 
 Standard output: lines ``{"packing": n, "of": m}`` (bytes) during packing, then ``{"hash", "size", "files", "left_out"}``. An
-empty ``hash`` means that there is nothing to send. After ``at``, frames with the remaining bytes follow. An error is
-``{"error": {"kind", "message"}}``, or an error frame if the packed files cannot be read. The sender also exits if the submitter
-sends nothing for 30 s, not even an empty line (``frames.Peer``). See docs/agent-protocol.md.
+empty ``hash`` means that there is nothing to send. After ``at``, frames with the remaining bytes follow. An error is a line
+``{"error": {"kind", "message"}}``, but an error frame among the frames. The sender also exits if the submitter sends nothing
+for 30 s, not even an empty line (``frames.Peer``). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations

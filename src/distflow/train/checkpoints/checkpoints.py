@@ -196,9 +196,9 @@ class Checkpoints:
                 _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)
                 if refused := get_unsafe_globals_in_checkpoint(folder / _EXTRA):
                     raise ValueError(
-                        f"the checkpoint is not saved, because it could not be loaded: a state ({', '.join(others)}) contains "
-                        f"{', '.join(sorted(refused))}; use only Python's numbers (float(value) for numpy's), strings, "
-                        "tensors, and lists and dictionaries of them"
+                        f"the checkpoint of step {step} was not saved, because torch.load(weights_only=True) would refuse it: "
+                        f"the state of {' or '.join(others)} contains {', '.join(sorted(refused))}; use only Python's numbers "
+                        "(float(value) for numpy's), strings, tensors, and lists and dictionaries of them"
                     )
 
         self._together(make)
@@ -257,7 +257,7 @@ class Checkpoints:
             return chosen
         if self._rank == 0:
             problems = [problem for part in found for problem in part]
-            warnings.warn(f"{folder} is broken and skipped: {'; '.join(problems[:3])}", stacklevel=3)
+            warnings.warn(f"the checkpoint {folder} is damaged and not used: {'; '.join(problems[:3])}", stacklevel=3)
         return None
 
     def _copy_checkpoint(self, folder: Path, manifest: files.Manifest, source: int, lacking: Collection[int]) -> None:

@@ -20,7 +20,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     """
     hosts: list[str] = []
     if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+(?:,(?:[^\[\],\s]|\[[^\[\]\s]*\])+)*", text or "-"):
-        raise ValueError(f"{text!r} is not a list of hosts")
+        raise ValueError(f"`{text[:80]}` is not a list of hosts such as `gpu[01-03,07]`")
     for item in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
         parts = re.split(r"\[([^\]]*)\]", item)
         choices = [_numbers(part) if position % 2 else [part] for position, part in enumerate(parts)]

@@ -58,7 +58,7 @@ class _Line(msgspec.Struct, kw_only=True):
 
 
 class _Answer(dict[str, Any]):
-    """A line of a node. A field that it lacks is an error of the node."""
+    """A message of a node. Reading a field that it lacks raises ``AgentError``."""
 
     def __init__(self, node: str, fields: dict[str, Any]) -> None:
         super().__init__(fields)
