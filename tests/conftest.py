@@ -65,10 +65,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 _LONG = (
+    "tests/scenarios/test_slurm.py::test_a_controller_that_is_away",
     "tests/scenarios/test_ssh_networks.py::test_four_tasks_lose_nothing",
     "tests/train/test_strategies.py::test_ranks_train_as_one_process_does[2-ddp]",
     "tests/train/test_strategies.py::test_ranks_train_as_one_process_does[4-ddp]",
     "tests/scenarios/test_resume.py",
+    "tests/scenarios/test_slurm.py::test_a_preempted_gang",
+    "tests/chaos/test_slurm.py",
+    "tests/scenarios/test_slurm.py::test_a_killed_resident",
     "tests/scenarios/test_strategies.py",
     "tests/test_docs.py::test_commands_print_what_the_page_shows[training.md]",
     "tests/scenarios/test_containers.py::test_two_containers_train_as_one_world",
@@ -88,6 +92,8 @@ _LONG = (
     "tests/scenarios/test_ssh_networks.py",
     "tests/scenarios/test_pool_check.py",
     "tests/integration/slurm/test_many_jobs.py",
+    "tests/scenarios/test_slurm_faults.py",
+    "tests/scenarios/test_slurm.py",
 )
 """Tests that take 20 s and more on two cores, the longest first."""
 _CLUSTERS = {
