@@ -9,6 +9,7 @@ import marshal
 import os
 import shutil
 import sys
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from distflow.backends.machines.connection.transfers import fetch_output
 from distflow.errors import AgentError, BootstrapFailed
 from distflow.protocol.names import Operation
 from distflow.runtime.files import attempts
-from distflow.runtime.files.root_directory import MARKER
+from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT
 from distflow.testing.waiting import wait_until
 
 NOBODY = 65534
@@ -95,6 +96,25 @@ def test_a_directory_of_a_uuids_name_without_our_marker_is_left_alone(node: Node
     said = json.loads(outcome(node, "uninstall"))
     assert theirs.read_text() == "1,2,3"
     assert f"{node.root / OTHERS_UUID}: it does not belong to distflow" in said["left"]
+
+
+def test_two_first_connections_may_create_the_directory_at_the_same_time(fresh_node: NodeUnderTest) -> None:
+    marker = fresh_node.root / MARKER
+    marker.unlink()
+    # The connection reads this marker until the other connection, which is this thread, has created its files.
+    os.mkfifo(marker)
+
+    def create() -> None:
+        with marker.open("wb"):
+            (fresh_node.root / "runtime").mkdir(mode=0o700)
+            complete = fresh_node.root / f"{MARKER}.other"
+            complete.write_text(MARKER_TEXT)
+            complete.rename(marker)
+
+    other = threading.Thread(target=create)
+    other.start()
+    fresh_node.connect()
+    other.join()
 
 
 def test_a_directory_in_our_place_that_is_not_ours_is_refused(fresh_node: NodeUnderTest) -> None:

@@ -199,10 +199,12 @@ try:
  make(root)
  own(root)
  mark=os.path.join(root,"@MARKER@")
- try: known=content(mark).split(b"\n")[0]
- except FileNotFoundError: known=b""
- if known!=b"@SIGNATURE@":
-  if [name for name in os.listdir(root) if not name.startswith("@MARKER@")]: refuse("unmarked",root)
+ def is_marked():
+  try: return content(mark).split(b"\n")[0]==b"@SIGNATURE@"
+  except FileNotFoundError: return False
+ if not is_marked():
+  # If another connection has created these files in the meantime, it has written the marker before.
+  if [name for name in os.listdir(root) if not name.startswith("@MARKER@")] and not is_marked(): refuse("unmarked",root)
   part=mark+"."+nonce
   with open(part,"wb") as file:
    file.write(b"@TEXT@")
