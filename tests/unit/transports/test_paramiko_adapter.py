@@ -164,6 +164,12 @@ def log_in(keys: int, answers: list[Any]) -> None:
         (1, [["password"], NO_KEYS, 0], "accepted a key, but requires more", ["after that, the host accepts only password,"]),
         (1, [["publickey"], ONLY_KEYS, 0], "accepted a key, but requires more", ["key 0: accepted"]),
         (3, [paramiko.SSHException("unsigned")], "before other keys were tried", ["key 0 cannot be used", "IdentitiesOnly"]),
+        (
+            2,
+            [paramiko.SSHException("unsigned")] * 2,
+            "there is no usable key",
+            ["key 0 cannot be used", "key 1 cannot be used"],
+        ),
         (1, [paramiko.SSHException("the agent did not sign")], "no usable key", ["key 0 cannot be used: the agent did not"]),
         (2, [REFUSED, paramiko.SSHException("unsigned")], "refused 1 of 2 keys", ["  key 0", "key 1 cannot be used: unsigned"]),
         (2, [OSError("unsigned"), REFUSED, ONLY_KEYS, 0], "refused 1 of 2 keys", ["  key 1", "key 0 cannot be used: unsigned"]),

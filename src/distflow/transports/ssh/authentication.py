@@ -124,7 +124,7 @@ def _try_all(
         except (paramiko.SSHException, OSError, EOFError) as error:
             _raise_if_broken(transport, error)
     hung_up = not transport.is_active() and not has_broken
-    if has_broken and len(tried) + 1 < len(keyring.identities):
+    if has_broken and identity is not keyring.identities[-1]:
         remedy = "unlock this key in the agent, or name the right key with `identity_file` of the node and `IdentitiesOnly yes`"
         message = f"the login to {endpoint} ended at a key that cannot be used, before other keys were tried"
         raise AuthenticationRefused(node, message, hint="\n".join([*keyring.notes, remedy]))
