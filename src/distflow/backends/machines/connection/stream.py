@@ -38,6 +38,7 @@ class _Refusal(msgspec.Struct):
 class _Line(msgspec.Struct, kw_only=True):
     """Fields of lines that other code relies on. The node is not trusted."""
 
+    error: _Refusal | None = None
     at: _Count = 0
     hash: str = ""
     size: _Count = 0
@@ -121,14 +122,12 @@ class ServiceStream:
         self._buffer = rest
         try:
             answer: dict[str, Any] = decode_object(bytes(line))
-            refusal = answer.get("error")
-            if refusal is None:
-                convert(answer, _Line)
-                return _Answer(self._node, answer)
-            refused = convert(refusal, _Refusal)
+            refusal = convert(answer, _Line).error
         except ValueError as error:
             raise AgentError(self._node, "malformed", f"it sent a malformed message: {str(error)[:_LONGEST_TEXT]}") from None
-        raise AgentError(self._node, refused.kind, refused.message)
+        if refusal is not None:
+            raise AgentError(self._node, refusal.kind, refusal.message)
+        return _Answer(self._node, answer)
 
     def read(self, size: int) -> bytes:
         """Return ``size`` bytes, or fewer at the end."""
