@@ -253,7 +253,8 @@ def _draw_samples(patterns: Sequence[str], samples: Sequence[ChosenSamples], is_
         found: dict[str, list[tuple[float, float]]] = {}
         for one, names in samples:
             for name in fnmatch.filter(names, pattern):
-                matched = name.removeprefix(_SYSTEM) if pattern.endswith("*") else name.split("/")[1] if "*" in pattern else ""
+                fixed_end = pattern.rpartition("*")[2] if "*" in pattern else name
+                matched = name.removesuffix(fixed_end).removeprefix(_SYSTEM)
                 who = " ".join(filter(None, [one.task, f"retry-{one.attempt}" if one.attempt else "", matched]))
                 values = zip(one.times, one.series[name], strict=True)
                 found[who] = [(at - begin, value) for at, value in values if value is not None]
