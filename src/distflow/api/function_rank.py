@@ -48,8 +48,9 @@ def main() -> None:
     try:
         function, args, kwargs = pickle.loads((_HERE / "function.pkl").read_bytes())
     except Exception as error:
-        remedy = "install missing packages on the nodes, such as with `venv`" if isinstance(error, ImportError) else ""
-        why = "; ".join(filter(None, [f"{type(error).__name__}: {error}", remedy]))
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            why += "; install missing packages on the nodes, such as with `venv`"
         _exit_with_error(result_path, f"the function cannot be loaded with {sys.executable}: {why}")
     try:
         value = function(*args, **kwargs)
