@@ -21,7 +21,7 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
 from distflow.state.event_details import WorkflowSubmitted
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 
@@ -83,7 +83,7 @@ def _fill(directory: StateDirectory) -> str:
                 submitted_at=at,
                 groups=(group,),
             )
-            event = Event(at=at, details=WorkflowSubmitted(user="me", pool="lab"), workflow=record.uuid)
+            event = EventRecord(at=at, details=WorkflowSubmitted(user="me", pool="lab"), workflow=record.uuid)
             stored = store.submit(record, template="", spec="", plan=plan, pool=pool, events=[event])
             store.save([replace(stored, state=WorkflowState.COMPLETED, ended_at=at)], [])
     return stored.id

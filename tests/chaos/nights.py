@@ -13,12 +13,12 @@ from distflow.lifecycle.states import Reason, State, is_legal
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.notices import Notice
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.decide import decide
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Workflow
+from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, StoredWorkflow
 from distflow.testing.attempts import Behavior
 from unit.supervisor.gangs import Driver, node, pool
 
@@ -75,7 +75,7 @@ class _MortalStore(Store):
 
     life: _Life
 
-    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], notices: Iterable[Notice] = ()) -> None:
+    def save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notices: Iterable[Notice] = ()) -> None:
         self.life.spend()
         super().save(records, events, notices)
         self.life.spend()
@@ -198,7 +198,7 @@ class _Night:
                 self._states[uuid, group.name] = group.state
                 self.wrong += self._waits_too_long(group, snapshot.nodes)
 
-    def _unheard(self, workflows: Mapping[str, Workflow]) -> Iterator[str]:
+    def _unheard(self, workflows: Mapping[str, StoredWorkflow]) -> Iterator[str]:
         """Ends that a node knows, and can report, that are not in the store."""
         for key, end in self.driver.backend.ends.items():
             if key in self._heard or not end["started_at"] or not self.driver.backend.reaches(key.node):
@@ -327,7 +327,7 @@ def leaks(driver: Driver) -> Iterator[str]:
     yield from (f"{identity} was never answered" for identity in driver.supervisor.in_flight)
 
 
-def unfinished(workflows: Mapping[str, Workflow]) -> Iterator[str]:
+def unfinished(workflows: Mapping[str, StoredWorkflow]) -> Iterator[str]:
     """What has not ended of workflows."""
     for uuid, one in workflows.items():
         for group in one.record.groups:
@@ -341,7 +341,7 @@ def unfinished(workflows: Mapping[str, Workflow]) -> Iterator[str]:
 
 
 def lies(
-    workflows: Mapping[str, Workflow], ended: Mapping[AttemptKey, dict[str, Any]], stepped_s: float = 0.0
+    workflows: Mapping[str, StoredWorkflow], ended: Mapping[AttemptKey, dict[str, Any]], stepped_s: float = 0.0
 ) -> Iterator[str]:
     """Where the records of workflows that are over differ from what truly happened on the nodes.
 

@@ -11,7 +11,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
 from distflow.structs import replace
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from distflow.testing.attempts import Behavior
 from unit.supervisor.gangs import group_plan, workflow
 
@@ -66,7 +66,7 @@ class Schedule:
     """Their GPUs."""
     offsets_s: tuple[float, ...]
     """How far their clocks are before ours."""
-    workflows: tuple[Workflow, ...]
+    workflows: tuple[StoredWorkflow, ...]
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
             yield replace(schedule, faults=(*faults[:at], replace(fault, after_s=0.0), *faults[at + 1 :]))
 
 
-def _workflow(dice: random.Random, uuid: str, nodes: int) -> Workflow:
+def _workflow(dice: random.Random, uuid: str, nodes: int) -> StoredWorkflow:
     groups: list[GroupPlan] = []
     for number in range(dice.randint(1, 3)):
         upstream = tuple(one.name for one in groups if dice.random() < 0.3)

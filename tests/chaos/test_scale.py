@@ -14,7 +14,7 @@ from chaos.nights import doubles, lies, unfinished
 from chaos.schedules import behavior
 from distflow.plan.model import Plan
 from distflow.structs import replace
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 NODES, RACK = 3000, 40
@@ -61,7 +61,7 @@ def test_three_thousand_nodes_lose_racks_processes_and_supervisors() -> None:
         driver.settle(rounds=1000)
         wrong += doubles(driver)
         ended_uuids = open_ones.keys() - driver.reader.uuids(are_unfinished=True)
-        over = {uuid: Workflow(record=driver.reader.find(uuid), plan=open_ones.pop(uuid)) for uuid in sorted(ended_uuids)}
+        over = {uuid: StoredWorkflow(record=driver.reader.find(uuid), plan=open_ones.pop(uuid)) for uuid in sorted(ended_uuids)}
         ended += len(over)
         wrong += [*unfinished(over), *lies(over, driver.backend.ends)]
         driver.backend.clean(over)

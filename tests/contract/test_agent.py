@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from contract.conftest import cleaned, launch_of, processes_with
-from distflow.backends.machines.connection.bootstrap import RUNTIME, Bundle, connect
+from distflow.backends.machines.connection.bootstrap import RUNTIME, SourceArchive, connect
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.protocol.names import Operation
 from distflow.runtime.probes.facts import user_name
@@ -116,7 +116,7 @@ def test_agents_that_race_to_unpack_all_come_up(fresh_node: NodeUnderTest) -> No
 
 
 def test_the_archive_is_the_same_whenever_it_is_made() -> None:
-    assert Bundle(package=RUNTIME.package).archive == RUNTIME.archive
+    assert SourceArchive(package=RUNTIME.package).archive == RUNTIME.archive
 
 
 def test_a_failing_interpreter_is_reported_with_its_message(node: NodeUnderTest, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from contract.test_runtime_faults import kill_together
 from distflow.backends.base import AttemptKey, Ended, Leased, LeaseRefused, LeaseRequest, NodeUp, Prepared, Started
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink
-from distflow.backends.machines.connection.node_connection import Connection
+from distflow.backends.machines.connection.node_connection import NodeConnection
 from distflow.backends.machines.leasing import GangLease
 from distflow.pools.model import Node, Pool
 from distflow.protocol.names import Operation
@@ -203,7 +203,7 @@ def test_a_lease_canceled_while_its_node_says_hello_is_returned(tmp_path: Path, 
         link.request("lease", attempt=key.name, **lease)
     directory = tmp_path / "root" / PRIVATE / key.name
     assert directory.exists()
-    connection = Connection(pool, node, LocalTransport("here"), lambda _: None, Logs())
+    connection = NodeConnection(pool, node, LocalTransport("here"), lambda _: None, Logs())
     request = AgentLink.request
 
     def asked(link: AgentLink, op: Operation, **fields: Any) -> Any:
@@ -268,7 +268,7 @@ def test_events_right_after_hello_stay_in_order(tmp_path: Path, monkeypatch: pyt
     key = AttemptKey(workflow=str(uuid.uuid4()), group="g", task="t", attempt=0, node="here")
     lease: dict[str, Any] = {"gpus": 0, "gpu_ids": [], "lease_dir": lease_dir, "port": None, "start_timeout_s": 60}
     seen: list[Any] = []
-    connection = Connection(pool, node, LocalTransport("here"), seen.append, Logs())
+    connection = NodeConnection(pool, node, LocalTransport("here"), seen.append, Logs())
     request = AgentLink.request
     with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
         link.request("lease", attempt=key.name, **lease)
@@ -355,7 +355,7 @@ def test_the_end_of_a_lease_is_reported_after_the_lease(tmp_path: Path, monkeypa
         return any(isinstance(one, Ended) for one in seen)
 
     monkeypatch.setattr(GangLease, "_answered", in_turn)
-    connections = {one.name: Connection(pool, one, LocalTransport(one.name), take, Logs()) for one in nodes}
+    connections = {one.name: NodeConnection(pool, one, LocalTransport(one.name), take, Logs()) for one in nodes}
     try:
         for connection in connections.values():
             connection.begin()
@@ -399,7 +399,7 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
     gang, short = request({"t": "a", "u": "b"}), request({"t": "a of another"})
     other = {"user": "another", "attempt": f"{uuid.uuid4()}/g/t/0", "pid": 1}
     taken = node_leases.take(hold["b"], 0, [], None, other, {"cpus": (1, 1)})
-    connections = {one.name: Connection(pool, one, LocalTransport(one.name), seen.append, Logs()) for one in nodes}
+    connections = {one.name: NodeConnection(pool, one, LocalTransport(one.name), seen.append, Logs()) for one in nodes}
     try:
         for connection in connections.values():
             connection.begin()
@@ -429,7 +429,7 @@ def test_a_connection_that_is_closed_when_it_is_just_to_be_made_is_not_made(
     node = Node(name="just-closed", host="here", root=str(tmp_path / "root"), python=sys.executable)
     pool = Pool(name="lab", backend="local", nodes=(node,))
     seen: list[Any] = []
-    connection = Connection(pool, node, LocalTransport("here"), seen.append, Logs())
+    connection = NodeConnection(pool, node, LocalTransport("here"), seen.append, Logs())
     clear = connection._broken.clear
 
     def closed_by_then() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.runtime.processes import list_processes, name_of
 from distflow.state.logs import LogSource
-from distflow.state.samples import Samples, read_samples
+from distflow.state.samples import ResourceSamples, read_samples
 from distflow.testing.waiting import is_alive, wait_until
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TASK = [sys.executable, "-c", "import time; x = bytearray(96 << 20)\nwhile True: time.sleep(0.01)"]
 
 
-def samples_of(node: NodeUnderTest, attempt: str) -> Samples | None:
+def samples_of(node: NodeUnderTest, attempt: str) -> ResourceSamples | None:
     return read_samples(LogSource("t", 0, node.directory(attempt)))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from contract.conftest import NodeUnderTest, processes_with
 from distflow.backends.machines.connection import stream
-from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, Bundle, open_service, service_argv
+from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, SourceArchive, open_service, service_argv
 from distflow.backends.machines.connection.transfers import Blob, fetch_output, send_blobs
 from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import REQUEST
@@ -38,7 +38,7 @@ def closing() -> Iterator[ExitStack]:
 
 @pytest.mark.slow
 def test_services_of_a_silent_connection_end(here: NodeUnderTest, closing: ExitStack) -> None:
-    def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> None:
+    def service(name: str, request: bytes, bundle: SourceArchive = RUNTIME) -> None:
         opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=60, bundle=bundle)
         closing.callback(opened.channel.close)
         opened.channel.write(request)

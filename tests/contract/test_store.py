@@ -18,9 +18,9 @@ import pytest
 from distflow.errors import NotFound, RecordUnreadable, StateError, StoreBroken, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
-from distflow.state.event_details import HangOver, HangSuspected, Message, NodeReachable, NodeUnreachable
+from distflow.state.event_details import HangOver, HangSuspected, Message, NodeBecameReachable, NodeBecameUnreachable
 from distflow.state.opening import set_aside, state_error
-from distflow.state.record import CancelRequest, End, Event, OrphanState, Priority, WorkflowRecord
+from distflow.state.record import CancelRequest, End, EventRecord, OrphanState, Priority, WorkflowRecord
 from distflow.state.search import Search
 from distflow.state.store import Store
 from distflow.structs import replace
@@ -47,8 +47,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield made
 
 
-def told(record_uuid: str, text: str) -> Event:
-    return Event(at=T0, details=Message(text=text), workflow=record_uuid)
+def told(record_uuid: str, text: str) -> EventRecord:
+    return EventRecord(at=T0, details=Message(text=text), workflow=record_uuid)
 
 
 def test_writers_at_once_number_without_gaps_or_repetition(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_a_store_of_the_first_format_reads_well(tmp_path: Path) -> None:
             HangSuspected(),
             HangOver(),
             Message(text="training: COMPLETED"),
-            NodeUnreachable(node="n1", error="no route"),
-            NodeReachable(node="n1"),
+            NodeBecameUnreachable(node="n1", error="no route"),
+            NodeBecameReachable(node="n1"),
         ]
         assert (found.priority, found.labels, found.tags, store.folder(old.uuid)) == (Priority.NORMAL, {}, (), None)
         assert store.list(Search(labels=[("team", "*")])) == ()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.testing.engines import IMAGE, Dockerd, Engine, Podman, missing_dockerd, missing_podman, skeleton
+from distflow.testing.engines import IMAGE, ContainerEngine, Dockerd, Podman, missing_dockerd, missing_podman, skeleton
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import checkout
@@ -28,7 +28,7 @@ MOUNTS = json.dumps(["/usr", *sorted({sys.prefix, sys.base_prefix} - {"/usr"}), 
 
 
 @pytest.fixture(params=["podman", "docker"])
-def engine(request: pytest.FixtureRequest, cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerEngine]:
     """A container engine, and a pool that runs images with it."""
     is_podman = request.param == "podman"
     if why := missing_podman() if is_podman else missing_dockerd():
@@ -64,7 +64,7 @@ ONE = """
 """
 
 
-def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: Engine) -> None:
+def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: ContainerEngine) -> None:
     tasks = """
     - name: one
       image: IMAGE
@@ -91,7 +91,7 @@ def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: En
 
 
 @pytest.mark.timeout(400)
-def test_two_containers_train_as_one_world(cli: Cli, engine: Engine, forking_site: str) -> None:
+def test_two_containers_train_as_one_world(cli: Cli, engine: ContainerEngine, forking_site: str) -> None:
     specs = checkout(cli, REPOSITORY)
     text = (specs / "pytorch_dist.yaml").read_text()
     mounts = json.dumps([*json.loads(MOUNTS), forking_site])
@@ -105,7 +105,7 @@ def test_two_containers_train_as_one_world(cli: Cli, engine: Engine, forking_sit
     assert {task["status"] for task in cli.tasks("pytorch-dist-1").values()} == {"COMPLETED"}
 
 
-def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: Engine) -> None:
+def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: ContainerEngine) -> None:
     hoard = "resource: small\n      command: [python3, -c, 'kept = bytearray(b\"x\" * (256 << 20)); print(len(kept))']"
     task = ONE.replace("command: [sh, -c]\n      args:\n      - COMMAND", hoard)
     path = Path(spec(cli, task))
@@ -119,7 +119,7 @@ def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: Engi
 
 
 @pytest.mark.timeout(900)
-def test_the_use_of_resources_is_that_of_the_container(cli: Cli, engine: Engine) -> None:
+def test_the_use_of_resources_is_that_of_the_container(cli: Cli, engine: ContainerEngine) -> None:
     hold = "command: [python3, -c, 'import time; kept = bytearray(b\"x\" * (150 << 20)); time.sleep(600)']"
     ident = cli.submit(spec(cli, ONE.replace("command: [sh, -c]\n      args:\n      - COMMAND", hold)))
 
@@ -133,7 +133,7 @@ def test_the_use_of_resources_is_that_of_the_container(cli: Cli, engine: Engine)
 
 
 @pytest.mark.parametrize("obeys", [True, False])
-def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bool) -> None:
+def test_a_cancel_reaches_into_the_container(cli: Cli, engine: ContainerEngine, obeys: bool) -> None:
     trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"
     command = json.dumps(f"{trap}; echo up; setsid sleep {ALONE} & while :; do sleep 0.2; done")
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", command)))
@@ -146,7 +146,7 @@ def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bo
     assert not _running(f"sleep\0{ALONE}\0")
 
 
-def test_an_orphan_container_is_reaped(cli: Cli, engine: Engine) -> None:
+def test_an_orphan_container_is_reaped(cli: Cli, engine: ContainerEngine) -> None:
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
     cli.await_log(ident, "up")
     attempt = crash(cli, cli.root)
@@ -164,7 +164,7 @@ def test_an_orphan_container_is_reaped(cli: Cli, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("victim", ["client", "keeper", "runner"])
-def test_a_kill_of_its_guards_leaves_no_container(cli: Cli, engine: Engine, victim: str) -> None:
+def test_a_kill_of_its_guards_leaves_no_container(cli: Cli, engine: ContainerEngine, victim: str) -> None:
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
     cli.await_log(ident, "up")
     state = json.loads((cli.root / cli.query(ident)["uuid"] / "g" / "one" / "0" / "runner.json").read_text())
@@ -175,7 +175,7 @@ def test_a_kill_of_its_guards_leaves_no_container(cli: Cli, engine: Engine, vict
     assert not _running(f"sleep\0{ALONE}\0")
 
 
-def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: Engine) -> None:
+def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: ContainerEngine) -> None:
     missing = ONE.replace("IMAGE", "127.0.0.1:9/missing/nothing:1").replace("COMMAND", "echo never")
     done = cli.run("workflow", "submit", spec(cli, missing), "--wait")
     assert done.code == 1
@@ -184,7 +184,7 @@ def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: Engine) -> None:
     assert "cannot pull the image `127.0.0.1:9/missing/nothing:1`: " in task["failure_message"]
 
 
-def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: Engine) -> None:
+def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: ContainerEngine) -> None:
     wrong = ONE.replace("MOUNTS", "[/usr, '/no/such/place:/data']").replace("COMMAND", "echo never")
     assert cli.run("workflow", "submit", spec(cli, wrong), "--wait").code == 1
     task = cli.tasks("boxed-1")["one"]
@@ -192,7 +192,7 @@ def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: Engine) -> Non
     assert "`volumeMounts`: `/no/such/place` does not exist on this node" in task["failure_message"]
 
 
-def test_exec_goes_into_the_container(cli: Cli, engine: Engine) -> None:
+def test_exec_goes_into_the_container(cli: Cli, engine: ContainerEngine) -> None:
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", "echo inside > /tmp/where; echo up; exec sleep 985")))
     cli.await_log(ident, "up")
     done = cli.run("workflow", "exec", ident, "one", "--entry", "sh -c 'cat /tmp/where; echo $DISTFLOW_TASK; pwd; exit 4'")
@@ -202,7 +202,7 @@ def test_exec_goes_into_the_container(cli: Cli, engine: Engine) -> None:
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
 
 
-def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: Engine) -> None:
+def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: ContainerEngine) -> None:
     (cli.folder / "value").write_text("canary-5ecret\n")
     for name in ("wandb", "deploy"):
         assert cli.run("credential", "set", name, "--payload-file", "key=value").code == 0
@@ -244,7 +244,7 @@ def _running(command: str) -> bool:
 
 
 @pytest.mark.parametrize("user", ["somebody", ""])
-def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine: Engine, user: str) -> None:
+def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine: ContainerEngine, user: str) -> None:
     with Registry(user or "$oauthtoken", "canary-pa55word", skeleton()) as registry:
         trusts = cli.folder / "registries.conf"
         trusts.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')

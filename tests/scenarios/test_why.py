@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distflow.testing.kernel import MemoryLimit, missing_cgroups
+from distflow.testing.kernel import MemoryCgroup, missing_cgroups
 from distflow.testing.nodes import write_skewed_python
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -216,15 +216,15 @@ def test_an_exception_of_a_script_without_record_is_named_with_its_rank_and_trac
 
 
 @pytest.fixture
-def limit() -> Iterator[MemoryLimit]:
+def limit() -> Iterator[MemoryCgroup]:
     if why := missing_cgroups():
         pytest.skip(why)
-    made = MemoryLimit(64 << 20)
+    made = MemoryCgroup(64 << 20)
     yield made
     made.close()
 
 
-def test_a_task_that_runs_out_of_memory_is_reported_from_the_kernel_log(lab: Lab, limit: MemoryLimit) -> None:
+def test_a_task_that_runs_out_of_memory_is_reported_from_the_kernel_log(lab: Lab, limit: MemoryCgroup) -> None:
     cli = lab.cli
     eats = f'echo $$ > {limit.procs}; exec python3 -c "x = bytearray(400 << 20)"'
     spec = TWO.replace('while [ ! -e FOLDER/first ]; do sleep 0.2; done; echo "it was me"; exit 3', eats)

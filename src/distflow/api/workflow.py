@@ -39,8 +39,8 @@ from distflow.pools.load import read_hosts
 from distflow.pools.model import NodeSettings
 from distflow.shell import Secret
 from distflow.state.metrics import Metric
-from distflow.state.record import Event, Priority, TaskRecord, WorkflowRecord
-from distflow.state.samples import Samples
+from distflow.state.record import EventRecord, Priority, TaskRecord, WorkflowRecord
+from distflow.state.samples import ResourceSamples
 from distflow.state.search import Search
 
 __all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit", "submit_checked"]
@@ -304,7 +304,7 @@ class Workflow:
 
         return reporting
 
-    def events(self, *, follow: bool = False, task: str | Sequence[str] = ()) -> Iterator[Event]:
+    def events(self, *, follow: bool = False, task: str | Sequence[str] = ()) -> Iterator[EventRecord]:
         """Yield the events of the workflow, oldest first. An event has ``at``, ``code``, ``task`` and ``text``.
 
         Args:
@@ -335,7 +335,9 @@ class Workflow:
             tasks = workflows.choose_tasks(record, _several(task))
             return [*find_metrics(client, record, tasks, rank=rank, keys=keys, attempt=attempt)]
 
-    def samples(self, *, task: str | Sequence[str] = (), attempt: int | None = None, most: int | None = None) -> list[Samples]:
+    def samples(
+        self, *, task: str | Sequence[str] = (), attempt: int | None = None, most: int | None = None
+    ) -> list[ResourceSamples]:
         """Return the recorded use of CPU, memory, disk, network and GPUs by tasks (docs/metrics.md).
 
         An element has ``task``, ``attempt``, ``times`` (seconds since the epoch), ``series`` (name to values) and ``limits``.

@@ -20,7 +20,7 @@ from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
 
 if TYPE_CHECKING:
-    from distflow.client.data import Manifest
+    from distflow.client.data import DatasetManifest
 
 __all__ = ["app"]
 
@@ -162,7 +162,7 @@ def _create_version(name: str, paths: list[Path], regex: str, format_type: Forma
         print(f"{made.name}:{made.number}: {count_text(len(made.files), 'file')}, {bytes_text(made.size)}")
 
 
-def _json(one: Manifest) -> dict[str, object]:
+def _json(one: DatasetManifest) -> dict[str, object]:
     return {
         "name": one.name,
         "version": one.number,
@@ -172,5 +172,5 @@ def _json(one: Manifest) -> dict[str, object]:
     }
 
 
-def _files(one: Manifest) -> list[dict[str, object]]:
+def _files(one: DatasetManifest) -> list[dict[str, object]]:
     return [{"path": file.path, "bytes": file.size, "sha256": file.sha256} for file in one.files]

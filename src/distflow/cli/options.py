@@ -22,10 +22,10 @@ __all__ = [
     "AttemptOption",
     "CheckFormat",
     "CheckFormatOption",
-    "Command",
     "ConnectTimeoutOption",
     "Format",
     "FormatOption",
+    "HelpCommand",
     "HostfileOption",
     "LazyCommand",
     "LazyGroup",
@@ -132,7 +132,7 @@ ConnectTimeoutOption = Annotated[
 ]
 
 
-class Command(TyperCommand):
+class HelpCommand(TyperCommand):
     """A command whose help page has colors on a terminal."""
 
     def get_help(self, ctx: Any) -> str:
@@ -140,7 +140,7 @@ class Command(TyperCommand):
         return _colored(super().get_help(ctx))
 
 
-class _Group(TyperGroup):
+class _HelpGroup(TyperGroup):
     def get_help(self, ctx: Any) -> str:
         """Return the help page, with colors on a terminal."""
         return _colored(super().get_help(ctx))
@@ -166,12 +166,12 @@ class _App(typer.Typer):
         """Declare a command. The parts of ``epilog`` are separated by ``·``."""
         if epilog is not None:
             epilog = "\b\n" + epilog.replace(": ", ":\n  ", 1).replace("  ·  ", "\n  ")
-        return super().command(name, epilog=epilog, **{"cls": Command, **settings})
+        return super().command(name, epilog=epilog, **{"cls": HelpCommand, **settings})
 
 
 def command_app(**settings: Any) -> typer.Typer:
     """Return a ``Typer`` for one command or a group of commands, without completion options."""
-    return _App(cls=_Group, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
+    return _App(cls=_HelpGroup, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 class LazyCommand(NamedTuple):
@@ -191,7 +191,7 @@ def commands(sections: Mapping[str, Mapping[str, tuple[str, str]]]) -> Mapping[s
     )
 
 
-class LazyGroup(_Group):
+class LazyGroup(_HelpGroup):
     """A command group that finds its commands in ``table``."""
 
     table: ClassVar[Mapping[str, LazyCommand]]

@@ -23,7 +23,7 @@ from distflow.cli.node_options import (
     VenvOption,
     parse_node_settings,
 )
-from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
+from distflow.cli.options import Format, FormatOption, HelpCommand, HostfileOption, command_app
 from distflow.cli.render.tables import print_notice
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.workflow.submit import DryRunOption, SetEnvOption
@@ -45,7 +45,7 @@ _RESULTS = Path("outputs")
 """The default local directory for output files."""
 
 
-class _Run(Command):
+class _Run(HelpCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise ``InputError`` for an unknown option, which often belongs to the user's script."""
         written = tuple(args)  # the parser removes words from ``args``

@@ -21,10 +21,10 @@ from distflow.pools.model import Pool
 from distflow.state import opening
 from distflow.state.directory import StateDirectory, find_state_directory
 from distflow.state.event_details import Message, WorkflowAdopted
-from distflow.state.record import Event, WorkflowRecord
+from distflow.state.record import EventRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
-from distflow.supervisor.process import Lock, is_running
+from distflow.supervisor.process import SupervisorLock, is_running
 from distflow.supervisor.workflow_copies import (
     COPIES,
     AdoptedAttempt,
@@ -131,7 +131,7 @@ def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
             return None
         if dry_run:
             return directory.store
-        lock = Lock(directory)
+        lock = SupervisorLock(directory)
         if not lock.take():
             raise _still_in_use(directory, "damaged")
         try:
@@ -268,8 +268,8 @@ def _store(
         nodes=tuple(sorted({attempt.node for attempt in one.attempts.values()})), user=one.copy.record.user, host=one.copy.host,
         id=one.copy.record.id,
     )  # fmt: skip
-    events = [Event(at=now, details=details, workflow=one.uuid)]
-    events += [Event(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
+    events = [EventRecord(at=now, details=details, workflow=one.uuid)]
+    events += [EventRecord(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
     return store.submit(
         # ``pool_key`` identifies workflows with the same nodes and settings, and this machine now defines both.
         _with_pool(rebuilt.record, one.pool),

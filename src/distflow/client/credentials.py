@@ -15,7 +15,7 @@ from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.credentials import KnownCredential, check_credentials
 from distflow.spec.model import WorkflowSpec
-from distflow.state.credentials import LONGEST_VALUE, Credential, Credentials, CredentialType
+from distflow.state.credentials import LONGEST_VALUE, Credential, CredentialStore, CredentialType
 from distflow.state.directory import StateDirectory, find_state_directory
 
 __all__ = [
@@ -48,12 +48,12 @@ def set_credential(client: Client, name: str, kind: CredentialType, payload: Map
         StateError: if the state directory is not writable.
 
     """
-    return Credentials(client.writable_directory().credentials).set(name, kind, dict(payload))
+    return CredentialStore(client.writable_directory().credentials).set(name, kind, dict(payload))
 
 
 def list_credentials(client: Client) -> list[Credential]:
     """Return all credentials of this user. Raises ``StateError`` if they cannot be read."""
-    return list(Credentials(client.directory.credentials).all())
+    return list(CredentialStore(client.directory.credentials).all())
 
 
 def delete_credential(client: Client, name: str) -> None:
@@ -71,7 +71,7 @@ def delete_credential(client: Client, name: str) -> None:
         StateError: if the state directory is not writable.
 
     """
-    Credentials(client.directory.credentials).delete(name)
+    CredentialStore(client.directory.credentials).delete(name)
 
 
 _UNFIT: Mapping[CredentialType, str] = {
@@ -96,7 +96,7 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
     """
     if not any(task.credentials for group in spec.groups for task in group.tasks):
         return ()
-    known = {one.name: _known(one) for one in Credentials(find_state_directory(client.environ).credentials).all()}
+    known = {one.name: _known(one) for one in CredentialStore(find_state_directory(client.environ).credentials).all()}
     severity = Severity.WARNING if is_tolerant and not known else Severity.ERROR
     return check_credentials(spec, known, severity=severity)
 
@@ -113,7 +113,7 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, secrets: M
             message = f"the value of `{name}` contains a NUL byte, which an environment variable cannot contain"
             raise InputError(message, hint="pass it as base64, and decode it in the task")
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
-    found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
+    found = [CredentialStore(directory.credentials).find(name) for name in sorted(names)]
     values = {credential_key(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
     return {
         **secrets,
@@ -125,7 +125,7 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, secrets: M
 def _logins(plan: Plan, directory: StateDirectory) -> dict[str, Secret]:
     """Return the logins for the registries of a plan's images, from credentials of type REGISTRY."""
     registries = {registry_of(launch.image or "") for group in plan.groups for launch in group.launches} - {""}
-    found = {registry: Credentials(directory.credentials).for_registry(registry) for registry in sorted(registries)}
+    found = {registry: CredentialStore(directory.credentials).for_registry(registry) for registry in sorted(registries)}
     return {registry_key(registry): _login(payload) for registry, payload in found.items() if payload is not None}
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from distflow.client.client import Client
 from distflow.documents.urls import StorageUrl, parse_dataset, parse_url
 from distflow.errors import InputError, NotFound
-from distflow.storage.base import SelectedObject, Store
-from distflow.storage.datasets import Datasets, Manifest
-from distflow.storage.files import Source, find_sources
+from distflow.storage.base import DataStore, SelectedObject
+from distflow.storage.datasets import DatasetManifest, Datasets
+from distflow.storage.files import UploadSource, find_sources
 from distflow.storage.transfers import TransferResult
 
 __all__ = [
-    "Manifest",
+    "DatasetManifest",
     "OnBytes",
     "SelectedObject",
     "TransferResult",
@@ -212,7 +212,7 @@ def _check_directory(path: Path) -> None:
     raise InputError(f"the directory {path} does not exist", hint=f"create it: mkdir -p {shlex.quote(str(path))}")
 
 
-def _files_to_upload(paths: Sequence[Path], regex: str) -> tuple[Source, ...]:
+def _files_to_upload(paths: Sequence[Path], regex: str) -> tuple[UploadSource, ...]:
     if files := find_sources(paths, regex):
         return files
     if not regex:
@@ -222,7 +222,7 @@ def _files_to_upload(paths: Sequence[Path], regex: str) -> tuple[Source, ...]:
 
 
 @contextmanager
-def _open_store(client: Client, url: StorageUrl) -> Iterator[Store]:
+def _open_store(client: Client, url: StorageUrl) -> Iterator[DataStore]:
     from distflow.storage.stores import open_store
 
     store = open_store(url, client.credentials_for())
@@ -232,7 +232,7 @@ def _open_store(client: Client, url: StorageUrl) -> Iterator[Store]:
         store.close()
 
 
-def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
+def list_datasets(client: Client) -> list[tuple[DatasetManifest, list[int]]]:
     """Return the latest version of each dataset, with the numbers of all its versions.
 
     Raises:
@@ -246,7 +246,7 @@ def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
         return [(datasets.manifest(name, max(versions)), versions) for name, versions in numbers.items()]
 
 
-def read_versions(client: Client, name: str) -> list[Manifest]:
+def read_versions(client: Client, name: str) -> list[DatasetManifest]:
     """Return versions of a dataset.
 
     Args:
@@ -273,7 +273,7 @@ def create_version(
     regex: str = "",
     is_update: bool = False,
     on_progress: OnBytes = lambda *_: None,
-) -> Manifest:
+) -> DatasetManifest:
     """Create a new version of a dataset from files of this machine.
 
     The version becomes visible only after all its files are uploaded.
@@ -310,7 +310,7 @@ def create_version(
 
 def download_dataset(
     client: Client, name: str, directory: Path, *, regex: str = "", resume: bool = False, on_progress: OnBytes = lambda *_: None
-) -> tuple[Manifest, TransferResult]:
+) -> tuple[DatasetManifest, TransferResult]:
     """Download a version of a dataset into ``directory/<name of the dataset>``.
 
     Args:

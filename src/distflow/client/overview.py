@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from distflow.client.client import Client, user_name
 from distflow.client.pools import list_nodes
-from distflow.client.workflows import WorkflowStatus, read_status
+from distflow.client.workflows import WorkflowActivity, read_status
 from distflow.state.logs import LogSource
 from distflow.state.samples import last_samples
 from distflow.structs import replace
@@ -50,7 +50,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
 class Overview(Struct, frozen=True, kw_only=True):
     """The unfinished workflows of this user, and the nodes of the pools."""
 
-    workflows: tuple[tuple[WorkflowRecord, WorkflowStatus], ...]
+    workflows: tuple[tuple[WorkflowRecord, WorkflowActivity], ...]
     """The oldest first."""
     nodes: tuple[NodeState, ...]
 

@@ -131,7 +131,7 @@ def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnF
 def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
     # Most callers do not need these modules.
     from distflow.backends.machines.backend import transport_of
-    from distflow.backends.machines.connection.transfers import Pace, fetch_output
+    from distflow.backends.machines.connection.transfers import TransferRate, fetch_output
 
     node = source.pool.node(source.node)
     with closing(transport_of(source.pool, node)) as transport:
@@ -139,7 +139,7 @@ def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
             try:
                 return fetch_output(
                     transport, node.root, node.python, source.attempt, blobs,
-                    timeout_s=source.pool.connect_timeout_s, progress=_paced(source, Pace().due, on_progress),
+                    timeout_s=source.pool.connect_timeout_s, progress=_paced(source, TransferRate().due, on_progress),
                 )  # fmt: skip
             except NodeError as error:
                 if tries_left and isinstance(error, NodeUnreachable):

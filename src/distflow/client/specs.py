@@ -24,7 +24,7 @@ from distflow.errors import InputError, SecretsMissing
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
 from distflow.layout.placement import Free, Placement, Unplaced, place_near
-from distflow.layout.ranks import World
+from distflow.layout.ranks import WorldLayout
 from distflow.plan.compile import compile_plan, demands
 from distflow.plan.containers import container_notices, sharing_notices, venv_notices
 from distflow.plan.model import Plan
@@ -71,7 +71,7 @@ class CheckedSpec(Struct, frozen=True, kw_only=True):
     """A spec without errors."""
 
     spec: WorkflowSpec
-    worlds: Mapping[str, World]
+    worlds: Mapping[str, WorldLayout]
     """The rank layout of each group that has ranks, by the name of the group."""
     warnings: tuple[Problem, ...]
     template: str
@@ -349,7 +349,7 @@ class _SpecChecks:
         self._client = client
         self._notify = notify
         self._is_tolerant = is_tolerant
-        self.worlds: dict[str, World] = {}
+        self.worlds: dict[str, WorldLayout] = {}
 
     def check(self, spec: WorkflowSpec) -> Sequence[Problem]:
         """Store the worlds of a spec, and return all problems."""

@@ -51,7 +51,7 @@ from distflow.spec.files import OnPack, bundle_files
 from distflow.spec.names import MOST_LABELS
 from distflow.state.codec import encode
 from distflow.state.event_details import WorkflowSubmitted
-from distflow.state.record import Event, GroupRecord, Kept, Priority, Saved, TaskRecord, WorkflowRecord, fresh_tasks
+from distflow.state.record import EventRecord, GroupRecord, Kept, Priority, Saved, TaskRecord, WorkflowRecord, fresh_tasks
 from distflow.state.secrets import remove_secrets, write_secrets
 from distflow.storage.credentials import NO_DRIVER, package_of
 from distflow.structs import replace
@@ -394,7 +394,7 @@ def _insert(client: Client, planned: PlannedWorkflow, kept: Mapping[str, GroupRe
         parent=parent,
     )
     details = WorkflowSubmitted(user=record.user, pool=record.pool, parent=parent, kept=tuple(kept))
-    event = Event(at=now, details=details, workflow=record.uuid)
+    event = EventRecord(at=now, details=details, workflow=record.uuid)
     secrets = gather_secrets(planned.plan, planned.pool, directory, planned.overrides.secrets)
     write_secrets(directory.secrets, record.uuid, secrets)
     try:

@@ -15,7 +15,7 @@ from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError, InputError, NotFound, RecordUnreadable, WaitTimeout
 from distflow.lifecycle.states import OSMO_STATUSES, Reason, State, WorkflowState, workflow_status_of
 from distflow.state.directory import has_room
-from distflow.state.record import CancelRequest, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import CancelRequest, EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 
 if TYPE_CHECKING:
     from distflow.plan.model import Plan
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cancellation",
     "ListedTask",
-    "WorkflowStatus",
+    "WorkflowActivity",
     "cancel",
     "change_tags",
     "check_command",
@@ -163,7 +163,7 @@ def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False)
     return client.store.document(record.uuid, "template" if template else "spec")
 
 
-class WorkflowStatus(Struct, frozen=True, kw_only=True):
+class WorkflowActivity(Struct, frozen=True, kw_only=True):
     """The latest output, metrics and use of resources of a workflow, from the ends of its mirrored files."""
 
     last_lines: Mapping[tuple[str, str, int], str]
@@ -176,7 +176,7 @@ class WorkflowStatus(Struct, frozen=True, kw_only=True):
     """When `distflow node clean` may first remove the output files, in seconds since the epoch (see ``outputs_until``)."""
 
 
-def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
+def read_status(client: Client, record: WorkflowRecord) -> WorkflowActivity:
     """Return the last line of each attempt, the latest metrics and use of resources, and how long output files are kept.
 
     This reads only the last lines of each log, so older metrics are not found.
@@ -220,7 +220,7 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
             from distflow.state.metrics import latest
 
             metrics[group.name] = min(latest(found), key=lambda one: (one.rank is None, one.rank or 0))
-    return WorkflowStatus(last_lines=last_lines, metrics=metrics, usage=usage, outputs_until=outputs_until(client, record))
+    return WorkflowActivity(last_lines=last_lines, metrics=metrics, usage=usage, outputs_until=outputs_until(client, record))
 
 
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
@@ -287,7 +287,7 @@ def read_events(
     tasks: Collection[str] | None = None,
     attempt: int | None = None,
     follow: bool = False,
-) -> Iterator[Event]:
+) -> Iterator[EventRecord]:
     """Return an iterator over the events of a workflow, in the order in which they were stored.
 
     Args:
@@ -305,7 +305,7 @@ def read_events(
     return (one for one in events if (tasks is None or one.task in tasks) and attempt in (None, one.attempt))
 
 
-def _follow_events(client: Client, record: WorkflowRecord) -> Iterator[Event]:
+def _follow_events(client: Client, record: WorkflowRecord) -> Iterator[EventRecord]:
     last, polls = 0, 0
     while True:
         # Read the state before the events, so the last read includes the events of the end.
@@ -373,7 +373,7 @@ def _request_cancel(client: Client, key: str, message: str, force: bool) -> Work
     at, user = time.time(), user_name()  # noqa: TID251  the moment of the request
     details = CancelRequested(user=user, message=message, is_forced=force)
     request = CancelRequest(at=at, by=user, message=message, force=force)
-    client.store.request_cancel(record.uuid, request, Event(at=at, details=details, workflow=record.uuid))
+    client.store.request_cancel(record.uuid, request, EventRecord(at=at, details=details, workflow=record.uuid))
     return record
 
 

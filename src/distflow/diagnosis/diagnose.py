@@ -12,7 +12,7 @@ from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, Hit, Level, 
 from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.event_text import hang_text
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
+from distflow.state.record import Cause, EventRecord, GroupRecord, TaskRecord
 from distflow.structs import replace
 from distflow.supervisor.error_reports import failure_report, hidden_failure_report, without_launcher
 from distflow.supervisor.failures import MissingRanks, missing_ranks
@@ -165,7 +165,7 @@ _LINES = 300
 """The maximum number of lines at the end of each task's output that the rules search. Those of torchrun do not count."""
 
 
-def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
+def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[EventRecord]) -> Case:
     """Return one attempt of a group as a case.
 
     ``lines`` are the last lines of its tasks' output, by task. ``events`` are the events of the workflow, in order.
@@ -244,7 +244,7 @@ def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
     return str(message).splitlines()
 
 
-def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
+def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[EventRecord]) -> str:
     """Return the last report of this attempt that the gang is silent; empty if there is none, or if the silence is over."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)

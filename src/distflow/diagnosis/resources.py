@@ -16,7 +16,7 @@ from distflow.diagnosis.model import Diagnosis
 from distflow.diagnosis.rules import Rule
 from distflow.documents.quantities import bytes_text, count_text, duration, seconds_text
 from distflow.documents.text import few, ranges
-from distflow.state.samples import Samples
+from distflow.state.samples import ResourceSamples
 
 __all__ = ["RESOURCE_RULES", "RankPace", "ResourceUse", "find_inefficiencies"]
 
@@ -95,7 +95,7 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     """The resource samples of one task of a group."""
 
     node: str
-    samples: Samples
+    samples: ResourceSamples
 
     @property
     def place(self) -> str:
@@ -164,7 +164,7 @@ def _recent(use: ResourceUse) -> ResourceUse | None:
     if times[-1] - begin < _LEAST_S:
         return None
     series = {name: values[first:] for name, values in use.samples.series.items()}
-    part = Samples(
+    part = ResourceSamples(
         task=use.samples.task, attempt=use.samples.attempt, times=times[first:], series=series, limits=use.samples.limits
     )
     return ResourceUse(node=use.node, samples=part)

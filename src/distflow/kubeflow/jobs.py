@@ -18,7 +18,7 @@ from distflow.kubeflow.types import (
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import Launch, Plan
 from distflow.pools.model import Pool
-from distflow.state.record import Event as StoredEvent
+from distflow.state.record import EventRecord as StoredEvent
 from distflow.state.record import WorkflowRecord
 
 __all__ = ["DELETED_TAG", "JOB_LABEL", "RUNTIME_LABEL", "events_of", "failure_text", "job_of", "steps_of"]

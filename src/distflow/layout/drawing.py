@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from distflow.layout.ranks import World
+from distflow.layout.ranks import WorldLayout
 
 __all__ = ["Bar", "draw", "draw_world", "rank_text"]
 
@@ -54,7 +54,7 @@ def rank_text(start: int, stop: int) -> str:
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
-def draw_world(world: World) -> str:
+def draw_world(world: WorldLayout) -> str:
     """Return the picture of a correct layout."""
     kept = len(world.smaller[-1].tasks) if world.smaller else len(world.tasks)
     bars = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["TaskRanks", "World", "rank_label"]
+__all__ = ["TaskRanks", "WorldLayout", "rank_label"]
 
 
 class TaskRanks(Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ def rank_label(text: str) -> str:
     return f"rank{'s' if '-' in text else ''} {text}" if text else ""
 
 
-class World(Struct, frozen=True, kw_only=True):
+class WorldLayout(Struct, frozen=True, kw_only=True):
     """A correct layout: every rank of 0 … world_size−1 is held exactly once."""
 
     world_size: int
@@ -49,7 +49,7 @@ class World(Struct, frozen=True, kw_only=True):
     """The source of the ranks: ``ranks`` (the field), ``torchrun``, or ``flags`` (other flags, or variables)."""
     port: int | None = None
     """The rendezvous port in the spec; ``None`` if distflow chooses a free one."""
-    smaller: tuple[World, ...] = ()
+    smaller: tuple[WorldLayout, ...] = ()
     """The smaller worlds that an elastic group may run as, the largest first: worlds of its first tasks."""
 
     @property

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from distflow.plan.compatibility import distributed_files
 from distflow.plan.containers import container_of, venv_of
-from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GangLink, GroupPlan
+from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GroupPlan, PlannedGangLink
 from distflow.pools.model import Node
 from distflow.structs import replace
 
@@ -91,11 +91,11 @@ def bind_task(
     )
 
 
-def _link(group: GroupPlan, task: str, binding: Binding) -> GangLink | None:
+def _link(group: GroupPlan, task: str, binding: Binding) -> PlannedGangLink | None:
     if binding.link_port is None:
         return None
     launch, is_hub = group.launch(task), task == group.master
-    return GangLink(
+    return PlannedGangLink(
         task=task,
         others=tuple(one.task for one in group.launches if one.task != task) if is_hub else (group.master,),
         address=None if is_hub else binding.tasks[group.master].address,

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from distflow.layout.ranks import World
+from distflow.layout.ranks import WorldLayout
 from distflow.plan.model import ATTEMPT_DIR, PLACEHOLDER, GroupPlan, PlannedFile, TaskBinding, address_of
 from distflow.spec.model import TaskSpec
 
@@ -36,7 +36,7 @@ _NO_VALUES: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_PLACES: Final[Mapping[str, TaskBinding]] = MappingProxyType({})
 
 
-def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]:
+def member_ids(tasks: Sequence[TaskSpec], world: WorldLayout | None) -> dict[str, int]:
     """Return the member number of each task of a gang, by name; empty for a group of one task without ranks."""
     if len(tasks) < 2 and world is None:
         return {}

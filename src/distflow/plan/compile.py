@@ -11,7 +11,7 @@ from msgspec import Struct
 from distflow.documents.requirements import Requirements
 from distflow.layout.checks.elastic import remaining_tasks
 from distflow.layout.placement import Demand
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.layout.strategy.model import group_strategy
 from distflow.plan.compatibility import NAME_TOOLS, distributed_environment, member_ids, name_tools
 from distflow.plan.credentials import planned_credentials
@@ -29,7 +29,7 @@ __all__ = ["FetchedOutput", "compile_plan", "demands", "strategy_environment", "
 
 def compile_plan(
     spec: WorkflowSpec,
-    worlds: Mapping[str, World],
+    worlds: Mapping[str, WorldLayout],
     *,
     pool: str,
     bundles: Mapping[str, Bundle],
@@ -111,7 +111,7 @@ def _with_venv(group: GroupPlan, venv: Requirements | None) -> GroupPlan:
 def _group(
     spec: WorkflowSpec,
     group: GroupSpec,
-    world: World | None,
+    world: WorldLayout | None,
     bundles: Mapping[str, Bundle],
     secret_names: tuple[str, ...],
 ) -> GroupPlan:
@@ -137,7 +137,7 @@ def _group(
 
 
 def _smaller_plans(
-    spec: WorkflowSpec, group: GroupSpec, world: World, bundles: Mapping[str, Bundle], secret_names: tuple[str, ...]
+    spec: WorkflowSpec, group: GroupSpec, world: WorldLayout, bundles: Mapping[str, Bundle], secret_names: tuple[str, ...]
 ) -> tuple[GroupPlan, ...]:
     return tuple(
         _group(spec, replace(group, tasks=remaining_tasks(group, world, len(one.tasks))), one, bundles, secret_names)
@@ -150,7 +150,7 @@ def _launch(
     group: GroupSpec,
     task: TaskSpec,
     ranks: TaskRanks | None,
-    world: World | None,
+    world: WorldLayout | None,
     bundles: Mapping[str, Bundle],
     secret_names: tuple[str, ...],
 ) -> Launch:

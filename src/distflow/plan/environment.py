@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.spec.model import ResourceSpec
 
 __all__ = ["DEBUG_VARIABLES", "task_environment"]
@@ -34,7 +34,7 @@ def task_environment(
     group: str,
     task: str,
     ranks: TaskRanks | None,
-    world: World | None,
+    world: WorldLayout | None,
     resource: ResourceSpec,
     given: Mapping[str, str],
     debug: bool = False,
@@ -67,7 +67,7 @@ def task_environment(
     return environment | (dict(DEBUG_VARIABLES) if debug else {}) | dict(given)
 
 
-def _world_environment(ranks: TaskRanks, world: World) -> dict[str, str]:
+def _world_environment(ranks: TaskRanks, world: WorldLayout) -> dict[str, str]:
     nodes = str(len(world.tasks))
     environment = {
         "MASTER_ADDR": "@@MASTER_ADDR@@",

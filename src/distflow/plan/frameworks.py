@@ -13,11 +13,11 @@ from types import MappingProxyType
 from msgspec import Struct, field
 
 from distflow.layout.checks.launchers import PythonCommand, python_command
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.plan.model import ATTEMPT_DIR, TORCHRUN, PlannedFile, address_of
-from distflow.spec.model import Launcher, ResourceSpec
+from distflow.spec.model import LauncherOptions, ResourceSpec
 
-__all__ = ["FRAMEWORKS", "LAUNCHERS", "Framework", "StartCommand", "WorldTask", "start_command"]
+__all__ = ["FRAMEWORKS", "LAUNCHERS", "StartCommand", "StartMethod", "WorldTask", "start_command"]
 
 _ADDRESS, _PORT = "@@MASTER_ADDR@@", "@@MASTER_PORT@@"
 
@@ -26,11 +26,11 @@ class WorldTask(Struct, frozen=True, kw_only=True):
     """One task of a world, and the command that the spec gives it."""
 
     group: str
-    world: World
+    world: WorldLayout
     ranks: TaskRanks
     argv: tuple[str, ...]
     resource: ResourceSpec = ResourceSpec()
-    launcher: Launcher = Launcher()
+    launcher: LauncherOptions = LauncherOptions()
     given: Mapping[str, str] = field(default_factory=dict)
     """The variables that the spec gives the task."""
 
@@ -82,7 +82,7 @@ class StartCommand(Struct, frozen=True, kw_only=True):
     files: tuple[PlannedFile, ...] = ()
 
 
-class Framework(Struct, frozen=True, kw_only=True):
+class StartMethod(Struct, frozen=True, kw_only=True):
     """An entry of ``FRAMEWORKS`` or ``LAUNCHERS``."""
 
     start: Callable[[WorldTask], StartCommand]
@@ -251,20 +251,20 @@ def _ray(task: WorldTask) -> StartCommand:
     return StartCommand(argv=tuple(words), environment={"RAY_ADDRESS": f"{_ADDRESS}:{_PORT}"})
 
 
-LAUNCHERS: Mapping[str, Framework] = MappingProxyType(
-    {"torchrun": Framework(start=_torchrun), "spawn": Framework(start=_spawn), "command": Framework(start=_as_command)}
+LAUNCHERS: Mapping[str, StartMethod] = MappingProxyType(
+    {"torchrun": StartMethod(start=_torchrun), "spawn": StartMethod(start=_spawn), "command": StartMethod(start=_as_command)}
 )
-FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
+FRAMEWORKS: Mapping[str, StartMethod] = MappingProxyType(
     {
-        "pytorch": Framework(start=_as_command),  # `launcher` starts its ranks
-        "deepspeed": Framework(start=_deepspeed),
-        "accelerate": Framework(start=_accelerate),
-        "horovod": Framework(start=_horovod, ends_with_lead=True),
-        "mpi": Framework(start=_mpi, ends_with_lead=True),
-        "tensorflow": Framework(start=_tensorflow),
-        "jax": Framework(start=_jax),
-        "ray": Framework(start=_ray, ends_with_lead=True),
-        "custom": Framework(start=_as_command),
+        "pytorch": StartMethod(start=_as_command),  # `launcher` starts its ranks
+        "deepspeed": StartMethod(start=_deepspeed),
+        "accelerate": StartMethod(start=_accelerate),
+        "horovod": StartMethod(start=_horovod, ends_with_lead=True),
+        "mpi": StartMethod(start=_mpi, ends_with_lead=True),
+        "tensorflow": StartMethod(start=_tensorflow),
+        "jax": StartMethod(start=_jax),
+        "ray": StartMethod(start=_ray, ends_with_lead=True),
+        "custom": StartMethod(start=_as_command),
     }
 )
 

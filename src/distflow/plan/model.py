@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct, field
 
 from distflow.documents.requirements import Requirements
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.lifecycle.exits import Codes, ExitActions
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec, ResourceSpec, Retry, Timeouts
@@ -41,13 +41,13 @@ __all__ = [
     "BoundLaunch",
     "Container",
     "Download",
-    "GangLink",
     "GroupPlan",
     "Launch",
     "Plan",
     "PlannedCheckpoint",
     "PlannedCredential",
     "PlannedFile",
+    "PlannedGangLink",
     "TaskBinding",
     "address_of",
     "runs_torchrun",
@@ -197,7 +197,7 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
 
     name: str
     launches: tuple[Launch, ...]
-    world: World | None = None
+    world: WorldLayout | None = None
     barrier: bool = True
     ignore_nonlead_status: bool = True
     timeouts: Timeouts = Timeouts()
@@ -274,7 +274,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return next(group for group in self.groups if group.name == name)
 
 
-class GangLink(Struct, frozen=True, kw_only=True):
+class PlannedGangLink(Struct, frozen=True, kw_only=True):
     """A task's part in the connections by which the tasks of a gang report failures to each other without a supervisor.
 
     One of the tasks is the hub.
@@ -333,7 +333,7 @@ class BoundLaunch(Struct, frozen=True, kw_only=True):
     """Directories at the end of its PYTHONPATH."""
     path: tuple[str, ...] = ()
     """Directories at the beginning of its PATH."""
-    gang: GangLink | None = None
+    gang: PlannedGangLink | None = None
     """``None`` for the only task of a group."""
     ranks: tuple[int, int] | None = None
     """The first rank and the number of ranks of a task with several ranks, each of which has a separate log."""

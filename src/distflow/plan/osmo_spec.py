@@ -21,7 +21,7 @@ from distflow.documents.text import few
 from distflow.documents.urls import parse_url
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.documents.yaml_writer import yaml_text
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.layout.strategy.model import group_strategy
 from distflow.plan.compile import strategy_environment
 from distflow.plan.environment import DEBUG_VARIABLES, task_environment
@@ -68,7 +68,7 @@ class OsmoSpec(Struct, frozen=True, kw_only=True):
     warnings: tuple[Problem, ...]
 
 
-def osmo_spec(spec: WorkflowSpec, worlds: Mapping[str, World], template: str | None = None) -> OsmoSpec:
+def osmo_spec(spec: WorkflowSpec, worlds: Mapping[str, WorldLayout], template: str | None = None) -> OsmoSpec:
     """Return a spec in the language of OSMO.
 
     Args:
@@ -200,7 +200,7 @@ class _Conversion:
     def __init__(
         self,
         spec: WorkflowSpec,
-        worlds: Mapping[str, World],
+        worlds: Mapping[str, WorldLayout],
         document: Document,
         notes: _Notes,
         *,
@@ -301,7 +301,7 @@ class _Conversion:
         self,
         group: GroupSpec,
         task: TaskSpec,
-        world: World,
+        world: WorldLayout,
         ranks: TaskRanks,
         argv: tuple[str, ...],
         fill: Callable[[str], str],
@@ -387,7 +387,7 @@ def _mapped(value: Any, fill: Callable[[str], str]) -> Any:
     return {key: _mapped(one, fill) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _filler(group: GroupSpec, world: World | None, ranks: TaskRanks | None) -> Callable[[str], str]:
+def _filler(group: GroupSpec, world: WorldLayout | None, ranks: TaskRanks | None) -> Callable[[str], str]:
     """Return the function that replaces distflow's own tokens in a text of a task by numbers and OSMO's tokens."""
     master = world.master if world is not None else group.lead.name
     values = {"master_addr": f"{{{{host:{master}}}}}", "master_port": str((world.port if world is not None else None) or _PORT)}

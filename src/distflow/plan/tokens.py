@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.plan.model import ATTEMPT_DIR, address_of
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
@@ -54,7 +54,7 @@ KNOWN_PLACES: Mapping[str, str] = MappingProxyType(
 """Directories in containers of OSMO and Valohai, and the corresponding directories of an attempt."""
 
 
-def _token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
+def _token_values(ranks: TaskRanks | None, world: WorldLayout | None) -> Mapping[str, str]:
     """Return the values of tokens without arguments for one task."""
     values = {
         "workflow_id": "@@WORKFLOW_ID@@",
@@ -136,7 +136,7 @@ def input_place(position: int) -> str:
 
 def rewriter(
     ranks: TaskRanks | None,
-    world: World | None,
+    world: WorldLayout | None,
     injected: Sequence[tuple[str, bool]],
     inputs: Sequence[InputSpec] = (),
     others: Sequence[DataSpec | EarlierInput] = (),

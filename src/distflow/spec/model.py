@@ -26,7 +26,7 @@ __all__ = [
     "FileSpec",
     "GroupSpec",
     "InputSpec",
-    "Launcher",
+    "LauncherOptions",
     "Ranks",
     "ResourceSpec",
     "Retry",
@@ -111,7 +111,7 @@ class Ranks(Struct, frozen=True, kw_only=True):
     """The position of each given key."""
 
 
-class Launcher(Struct, frozen=True, kw_only=True):
+class LauncherOptions(Struct, frozen=True, kw_only=True):
     """The launcher that starts the ranks of a task."""
 
     kind: str = "command"
@@ -255,7 +255,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     resource: str = "default"
     exit_actions: ExitActions = ExitActions()
     ranks: Ranks | None = None
-    launcher: Launcher = Launcher()
+    launcher: LauncherOptions = LauncherOptions()
     replica: int | None = None
     """The number of the replica, counted from 0; ``None`` for a task without ``replicas``."""
     written_name: str = ""

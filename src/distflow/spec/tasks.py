@@ -20,7 +20,7 @@ from distflow.lifecycle.exits import Action, Codes, ExitActions, overlap, parse_
 from distflow.spec.credentials import parse_credentials
 from distflow.spec.data import checkpoints, earlier_inputs, url_inputs, url_outputs
 from distflow.spec.files import parse_files
-from distflow.spec.model import Elastic, InputSpec, Launcher, Ranks, Retry, StrategyBlock, TaskSpec, WorkflowSpec
+from distflow.spec.model import Elastic, InputSpec, LauncherOptions, Ranks, Retry, StrategyBlock, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import TOKEN_NAMES, find_tokens
 from distflow.structs import replace
 
@@ -356,14 +356,14 @@ def parse_elastic(group: View) -> Elastic | None:
     return Elastic(least=least, mark=mark) if wait_s is None else Elastic(least=least, wait_s=wait_s, mark=mark)
 
 
-def _parse_launcher(owner: View) -> Launcher | None:
+def _parse_launcher(owner: View) -> LauncherOptions | None:
     """Return the launcher of a group or a task; ``None`` if it has none."""
     if not owner.has("launcher"):
         return None
     mark = owner.key_mark("launcher")
     name = owner.string("launcher")
     if name is not None:
-        return Launcher(kind=name, mark=mark)
+        return LauncherOptions(kind=name, mark=mark)
     launcher = owner.view("launcher")
     kind, restarts = launcher.string("kind"), launcher.whole("max_restarts") or 0
     if restarts and kind == "command":
@@ -377,7 +377,7 @@ def _parse_launcher(owner: View) -> Launcher | None:
         if kind == "torchrun":
             hint += ", or run torchrun in the command, with its option `--numa-binding=node`"
         launcher.add(f"`numa` has no effect with `{kind}`: only `spawn` supports it", hint, key="numa")
-    return Launcher(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
+    return LauncherOptions(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
 
 
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
@@ -390,11 +390,11 @@ def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[Ta
     general = _parse_launcher(group) if group is not None else None
     own = {task.string("name") or "": _parse_launcher(task) for task in tasks}
     if general is None and framework is not None and framework.value == "pytorch":
-        general = Launcher(kind="torchrun", mark=framework.mark)
-    return tuple(_with_launcher(spec, own.get(spec.written_name) or general or Launcher(), framework) for spec in specs)
+        general = LauncherOptions(kind="torchrun", mark=framework.mark)
+    return tuple(_with_launcher(spec, own.get(spec.written_name) or general or LauncherOptions(), framework) for spec in specs)
 
 
-def _with_launcher(spec: TaskSpec, launcher: Launcher, framework: Text | None) -> TaskSpec:
+def _with_launcher(spec: TaskSpec, launcher: LauncherOptions, framework: Text | None) -> TaskSpec:
     framework_needs_ranks = framework is not None and framework.value not in (*_WITHOUT_RANKS, "pytorch")
     if spec.ranks is not None or not (launcher.starts_ranks or framework_needs_ranks):
         return replace(spec, launcher=launcher)

@@ -24,10 +24,9 @@ from distflow.documents.text import listed
 from distflow.errors import InputError, NotFound, StateError
 from distflow.shell import Secret
 from distflow.state.directory import write_private
-from distflow.storage.credentials import Credentials as StoreCredentials
-from distflow.storage.credentials import CredentialsFor
+from distflow.storage.credentials import Credentials, CredentialsFor
 
-__all__ = ["LONGEST_VALUE", "Credential", "CredentialType", "Credentials", "check_payload", "data_credentials"]
+__all__ = ["LONGEST_VALUE", "Credential", "CredentialStore", "CredentialType", "check_payload", "data_credentials"]
 
 
 LONGEST_VALUE = 64 * 1024
@@ -134,7 +133,7 @@ def _check_entry(key: str, value: str) -> None:
         )
 
 
-class Credentials:
+class CredentialStore:
     """The credentials in one folder, which may not exist yet.
 
     All methods raise ``StateError`` if the folder or a credential in it cannot be used.
@@ -260,15 +259,15 @@ _STYLES: dict[str, Literal["virtual", "path", "auto"]] = {"virtual": "virtual", 
 def data_credentials(folder: Path) -> CredentialsFor:
     """Return a function that finds the credentials for a URL's profile in ``folder``, which it reads each time."""
 
-    def find(profile: str) -> StoreCredentials | None:
-        payload = Credentials(folder).for_data(profile)
+    def find(profile: str) -> Credentials | None:
+        payload = CredentialStore(folder).for_data(profile)
         if payload is None:
             return None
 
         def text(key: str) -> str | None:
             return payload[key].reveal() if key in payload else None
 
-        return StoreCredentials(
+        return Credentials(
             access_key_id=text("access_key_id") or "",
             access_key=payload["access_key"],
             override_url=text("override_url"),

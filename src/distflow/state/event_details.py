@@ -1,6 +1,6 @@
 """The kinds of events: one class for each, with a code for programs and typed fields.
 
-``state.event_text`` writes their sentences. ``state.record.Event`` adds the time, workflow, group and task of an event.
+``state.event_text`` writes their sentences. ``state.record.EventRecord`` adds the time, workflow, group and task of an event.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
     "LeaseGranted",
     "LeaseLost",
     "Message",
-    "NodeReachable",
-    "NodeUnreachable",
+    "NodeBecameReachable",
+    "NodeBecameUnreachable",
     "NotificationFailed",
     "NotificationSent",
     "OrphanGone",
@@ -123,7 +123,7 @@ class WorkflowRefused(_State, frozen=True, kw_only=True):
     message: str
 
 
-class NodeUnreachable(Struct, frozen=True, kw_only=True):
+class NodeBecameUnreachable(Struct, frozen=True, kw_only=True):
     """The node of an unfinished task does not answer."""
 
     code: ClassVar[str] = "node_unreachable"
@@ -132,7 +132,7 @@ class NodeUnreachable(Struct, frozen=True, kw_only=True):
     error: str
 
 
-class NodeReachable(Struct, frozen=True, kw_only=True):
+class NodeBecameReachable(Struct, frozen=True, kw_only=True):
     """A node that did not answer answers again."""
 
     code: ClassVar[str] = "node_reachable"
@@ -424,7 +424,7 @@ class CheckpointWritten(_State, frozen=True, kw_only=True):
 
 EventDetails = (
     Message | WorkflowSubmitted | WorkflowAdopted | CancelRequested | WorkflowStatus | WorkflowRefused
-    | NodeUnreachable | NodeReachable
+    | NodeBecameUnreachable | NodeBecameReachable
     | GroupStatus | GroupWaiting | GroupCannotStart | GroupRescheduled | CheckpointsDiffer | VenvReady | LeaseGranted
     | HangSuspected | HangOver
     | TaskStatus | TaskReady | TaskCannotStart | TaskStarted | LeaseLost | AttemptForgotten
@@ -462,4 +462,4 @@ def _from_sentence(kind: str, text: str) -> EventDetails:
         return Message(kind=kind, text=text)
     node, _, rest = text.partition(": ")
     status, _, error = rest.partition(": ")
-    return NodeUnreachable(node=node, error=error) if status == "unreachable" else NodeReachable(node=node)
+    return NodeBecameUnreachable(node=node, error=error) if status == "unreachable" else NodeBecameReachable(node=node)

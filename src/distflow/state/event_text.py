@@ -47,9 +47,9 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             return f"workflow {details.id}: {details.status}"
         case of.WorkflowRefused():
             return f"cannot run: {details.message}"
-        case of.NodeUnreachable():
+        case of.NodeBecameUnreachable():
             return f"{details.node}: unreachable: {details.error}"
-        case of.NodeReachable():
+        case of.NodeBecameReachable():
             return f"{details.node}: reachable again"
         case of.GroupStatus() | of.TaskStatus():
             return details.status + _after(details.message)

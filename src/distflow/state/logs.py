@@ -23,7 +23,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from distflow.runtime.files import log_files
-from distflow.runtime.files.log_files import Segment
+from distflow.runtime.files.log_files import LogSegment
 from distflow.structs import replace
 
 __all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "has_ranks", "mirrored_bytes", "read_lines"]
@@ -160,7 +160,7 @@ class _Reader:
         """Whether reading started in the middle or after a gap, so that the first line of each rank may lack its beginning."""
         self._seen: set[int] = set()
         self._newlines = 0
-        self._newest: tuple[Segment, int, int] | None = None
+        self._newest: tuple[LogSegment, int, int] | None = None
         """The last file, its end, and the modification time of its directory, at the last full poll."""
         self._polls = 0
         self._end_before = -1
@@ -235,7 +235,7 @@ class _Reader:
         is_quiet, self._end_before = self._end_before == end, end
         return end if is_quiet else self._offset
 
-    def _skip_to(self, file: Segment) -> Iterator[tuple[LogLine, bool]]:
+    def _skip_to(self, file: LogSegment) -> Iterator[tuple[LogLine, bool]]:
         """Yield a line about the output that is missing before a file."""
         yield from self._end_pending()
         missing, before = file.start - self._offset, self._lines_before()
@@ -304,7 +304,7 @@ class _Index:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: Segment | None = None
+        self._file: LogSegment | None = None
         self._next = 0
         """The number of the first record of the file that was not read."""
         self._records: deque[tuple[int, float, int]] = deque()
@@ -376,7 +376,7 @@ class _Index:
             else:
                 self._file, self._next = following, 0
 
-    def _search(self, file: Segment, offset: int) -> int:
+    def _search(self, file: LogSegment, offset: int) -> int:
         """Return the number of the last record that starts at or before ``offset``."""
         low, high = 0, _size(self._folder / file.name) // _STAMP.size
         while high - low > 1:

@@ -53,7 +53,7 @@ class Mirror:
     def reached(self, attempt: str, kind: str) -> tuple[str, int]:
         """Return an attempt's newest file of a kind (``log``, ``idx``, ``samples``), and the number of its mirrored bytes."""
         folder = self.root / attempt
-        newest = (log_files.segments(str(folder), kind) or [log_files.Segment(0, 0, kind)])[-1].name
+        newest = (log_files.segments(str(folder), kind) or [log_files.LogSegment(0, 0, kind)])[-1].name
         try:
             return newest, (folder / newest).stat().st_size
         except FileNotFoundError:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CancelRequest",
     "Cause",
-    "Checkpoint",
+    "CheckpointRecord",
     "DataKind",
     "DataRef",
     "End",
-    "Event",
+    "EventRecord",
     "GroupRecord",
     "HiddenFailure",
     "Kept",
@@ -271,7 +271,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
         return status_of(self.state, self.reason)
 
 
-class Checkpoint(Struct, frozen=True, kw_only=True):
+class CheckpointRecord(Struct, frozen=True, kw_only=True):
     """The last checkpoint of one directory of a task."""
 
     task: str
@@ -321,7 +321,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     """The earlier attempts, oldest first; all are RESCHEDULED."""
     earlier_causes: tuple[Cause, ...] = ()
     """The cause of the end of each earlier attempt."""
-    checkpoints: tuple[Checkpoint, ...] = ()
+    checkpoints: tuple[CheckpointRecord, ...] = ()
     kept: Kept | None = None
     """Set if it did not run in this workflow, because it had completed in the workflow that this one restarts."""
     upstream: tuple[str, ...] = ()
@@ -391,11 +391,11 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
 
         return replace(self, tasks=put(self.tasks), earlier=put(self.earlier))
 
-    def checkpoint(self, task: str, number: int) -> Checkpoint | None:
+    def checkpoint(self, task: str, number: int) -> CheckpointRecord | None:
         """Return the last checkpoint of a task's directory; ``None`` if none was taken."""
         return next((one for one in self.checkpoints if (one.task, one.number) == (task, number)), None)
 
-    def with_checkpoint(self, taken: Checkpoint) -> GroupRecord:
+    def with_checkpoint(self, taken: CheckpointRecord) -> GroupRecord:
         """Return the group with the last checkpoint of a directory replaced."""
         others = (one for one in self.checkpoints if (one.task, one.number) != (taken.task, taken.number))
         return replace(self, checkpoints=(*others, taken))
@@ -482,7 +482,7 @@ class WorkflowRecord(Struct, frozen=True, kw_only=True):
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class EventRecord(Struct, frozen=True, kw_only=True):
     """An event of a workflow, as the store records it."""
 
     at: float

@@ -16,7 +16,7 @@ from msgspec import Struct
 from distflow.runtime.files import log_files
 from distflow.state.logs import LogSource
 
-__all__ = ["Samples", "Usage", "last_samples", "parse_samples", "read_samples", "thinned", "usage_of"]
+__all__ = ["ResourceSamples", "Usage", "last_samples", "parse_samples", "read_samples", "thinned", "usage_of"]
 
 _NAME = re.compile(r"system/[a-z0-9_]{1,40}(?:/[a-z0-9_]{1,40})?")
 _MOST_COLUMNS = 1024
@@ -28,7 +28,7 @@ _MOST_VALUES = 8 << 20
 _RECENT = 20
 
 
-class Samples(Struct, frozen=True, kw_only=True):
+class ResourceSamples(Struct, frozen=True, kw_only=True):
     """The resource samples of one attempt of one task."""
 
     task: str
@@ -66,7 +66,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     """Recent values, the oldest first: ``gpu_utilization``, or for a task without GPUs, the percentage of the cores in use."""
 
 
-def usage_of(samples: Samples) -> Usage:
+def usage_of(samples: ResourceSamples) -> Usage:
     """Return the latest use of resources. ``samples`` must not be empty."""
     latest = samples.latest()
     rows: Sequence[Sequence[float | None]] = [samples.series[name] for name in samples.series if _is_gpu(name, "utilization")]
@@ -90,12 +90,12 @@ def _is_gpu(name: str, what: str) -> bool:
     return name.startswith("system/gpu") and name.endswith("/" + what)
 
 
-def read_samples(source: LogSource) -> Samples | None:
+def read_samples(source: LogSource) -> ResourceSamples | None:
     """Return all mirrored samples of an attempt, or ``None`` if there are none."""
     return _read(source, 0)
 
 
-def last_samples(source: LogSource, most: int | None = None) -> Samples | None:
+def last_samples(source: LogSource, most: int | None = None) -> ResourceSamples | None:
     """Return the last samples of an attempt, at most ``most``; ``None`` if there are none.
 
     Reads only the last 96 KiB of a larger file, if these have samples, otherwise the whole file.
@@ -107,7 +107,7 @@ def last_samples(source: LogSource, most: int | None = None) -> Samples | None:
     return (_read(source, size - _TAIL_BYTES, most) if size > _TAIL_BYTES else None) or _read(source, 0, most)
 
 
-def _read(source: LogSource, start: int, most: int | None = None) -> Samples | None:
+def _read(source: LogSource, start: int, most: int | None = None) -> ResourceSamples | None:
     try:
         with (source.folder / log_files.SAMPLES).open("rb") as file:
             file.seek(start)
@@ -121,7 +121,7 @@ def _read(source: LogSource, start: int, most: int | None = None) -> Samples | N
     times, series, limits = parse_samples(lines)
     if not times:
         return None
-    return Samples(task=source.task, attempt=source.attempt, times=times, series=series, limits=limits)
+    return ResourceSamples(task=source.task, attempt=source.attempt, times=times, series=series, limits=limits)
 
 
 def parse_samples(lines: Iterable[bytes]) -> tuple[list[float], dict[str, list[float | None]], dict[str, float]]:
@@ -184,14 +184,14 @@ def _number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def thinned(samples: Samples, most: int) -> Samples:
+def thinned(samples: ResourceSamples, most: int) -> ResourceSamples:
     """Return at most ``most`` samples, each the mean of consecutive samples, with the time of the last sample."""
     count = len(samples.times)
     if count <= most:
         return samples
     edges = [number * count // most for number in range(most + 1)]
     spans = [*itertools.pairwise(edges)]
-    return Samples(
+    return ResourceSamples(
         task=samples.task,
         attempt=samples.attempt,
         times=[samples.times[end - 1] for _, end in spans],

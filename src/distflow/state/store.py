@@ -20,7 +20,7 @@ import msgspec
 from distflow.errors import NotFound, StoreTooNew
 from distflow.state import opening
 from distflow.state.codec import DecodeError, decode, encode, writable
-from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
+from distflow.state.record import CancelRequest, EventRecord, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
 from distflow.structs import convert, replace
 
@@ -165,7 +165,7 @@ class Store:
         pool: Pool,
         folder: str | None = None,
         notify: Sequence[NotifyTarget] = (),
-        events: Sequence[Event] = (),
+        events: Sequence[EventRecord] = (),
         keep_number: bool = False,
     ) -> WorkflowRecord:
         """Insert a new workflow, assign its number and id, and return it with both.
@@ -194,7 +194,7 @@ class Store:
             self._write_events(events)
         return record
 
-    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], notices: Iterable[Notice] = ()) -> None:
+    def save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notices: Iterable[Notice] = ()) -> None:
         """Write the progress of workflows together with its events and notifications.
 
         Only the supervisor may call this.
@@ -226,13 +226,13 @@ class Store:
             row = self._db.execute(f"SELECT deliveries FROM notices WHERE {_NOTICE}", key).fetchone()  # noqa: S608  a constant
             return int(row[0])
 
-    def finish_notice(self, notice: Notice, event: Event) -> None:
+    def finish_notice(self, notice: Notice, event: EventRecord) -> None:
         """Record that a notification was sent or given up, together with the event that reports it."""
         with self._transaction():
             self._db.execute(f"UPDATE notices SET pending = 0 WHERE {_NOTICE}", _notice_key(notice))  # noqa: S608  a constant
             self._write_events([event])
 
-    def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
+    def request_cancel(self, workflow: str, request: CancelRequest, event: EventRecord) -> None:
         """Record a user's request to cancel this workflow (uuid). A later request never revokes an earlier force."""
         with self._transaction():
             row = self._db.execute("SELECT record FROM cancels WHERE workflow = ?", (workflow,)).fetchone()
@@ -380,7 +380,7 @@ class Store:
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             return decode(row[0], Retention)
 
-    def events(self, workflow: str, *, after: int = 0) -> tuple[Event, ...]:
+    def events(self, workflow: str, *, after: int = 0) -> tuple[EventRecord, ...]:
         """Return the events of a workflow (uuid) with a sequence number above ``after``, in order."""
         from distflow.state.event_details import read_details  # noqa: PLC0415  quick commands read no events
 
@@ -391,7 +391,7 @@ class Store:
                 (workflow, after),
             ).fetchall()
         return tuple(
-            Event(
+            EventRecord(
                 sequence=r[0],
                 at=r[1],
                 details=read_details(code=r[8], fields=r[9], kind=r[2], text=r[3]),
@@ -451,7 +451,7 @@ class Store:
             [(record.uuid, position, encode(group)) for position, group in enumerate(groups)],
         )
 
-    def _write_events(self, events: Iterable[Event]) -> None:
+    def _write_events(self, events: Iterable[EventRecord]) -> None:
         from distflow.state.event_details import write_fields  # noqa: PLC0415  quick commands write no events
 
         self._db.executemany(

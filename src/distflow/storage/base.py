@@ -13,8 +13,19 @@ from distflow.documents.urls import StorageUrl
 from distflow.errors import InputError, StorageError, StorageMissing
 
 __all__ = [
-    "PART_BYTES", "Entry", "Progress", "SelectedObject", "Sink", "Store", "check_names", "compile_regex", "ignore_progress",
-    "part_size", "select", "select_existing", "why_not_a_file",
+    "PART_BYTES",
+    "DataStore",
+    "Entry",
+    "Progress",
+    "SelectedObject",
+    "Sink",
+    "check_names",
+    "compile_regex",
+    "ignore_progress",
+    "part_size",
+    "select",
+    "select_existing",
+    "why_not_a_file",
 ]  # fmt: skip
 
 PART_BYTES = 16 << 20
@@ -53,7 +64,7 @@ class Entry:
     """Seconds since the epoch."""
 
 
-class Store(Protocol):
+class DataStore(Protocol):
     """One container, accessed with one set of credentials. Its callers select objects and retry requests.
 
     Contract, which tests/integration/storage/test_stores.py checks for ``file``, ``s3`` and ``sftp``:

@@ -27,12 +27,12 @@ from typing import Any
 from distflow.documents.urls import StorageUrl, parse_dataset
 from distflow.errors import NotFound, StorageError, StorageUnreachable
 from distflow.runtime.untrusted import decode_object
-from distflow.storage.base import Progress, Store, compile_regex, ignore_progress, select, why_not_a_file
+from distflow.storage.base import DataStore, Progress, compile_regex, ignore_progress, select, why_not_a_file
 from distflow.storage.failures import Retries, local_errors
-from distflow.storage.files import Source, sha256
+from distflow.storage.files import UploadSource, sha256
 from distflow.storage.transfers import TransferResult, delete, download, upload
 
-__all__ = ["Datasets", "File", "Manifest", "Version"]
+__all__ = ["DatasetFile", "DatasetManifest", "Datasets", "Version"]
 
 _CLAIMS, _DATA, _VERSIONS, _TURNS = "claims", "data", "versions", "turns"
 _ROUNDS = 30
@@ -58,7 +58,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class File:
+class DatasetFile:
     """One file of a version."""
 
     path: str
@@ -69,21 +69,21 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class DatasetManifest:
     """The list of a version's files."""
 
     name: str
     number: int
     created: float
     """Seconds since the epoch, by the clock of its writer."""
-    files: tuple[File, ...]
+    files: tuple[DatasetFile, ...]
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(one.size for one in self.files)
 
-    def matching(self, regex: str) -> tuple[File, ...]:
+    def matching(self, regex: str) -> tuple[DatasetFile, ...]:
         """Return the files whose paths ``regex`` matches from their start; all files for an empty regex."""
         pattern = compile_regex(regex)
         return tuple(one for one in self.files if pattern is None or pattern.match(one.path))
@@ -92,7 +92,7 @@ class Manifest:
 class Datasets:
     """The datasets below one URL."""
 
-    def __init__(self, store: Store, base: StorageUrl, retries: Retries | None = None) -> None:
+    def __init__(self, store: DataStore, base: StorageUrl, retries: Retries | None = None) -> None:
         """Use the store of ``base``; this sends no request."""
         self._store = store
         self._base = base
@@ -107,7 +107,7 @@ class Datasets:
                 found.append(Version(name=match.group(1), number=int(match.group(2)), at=at))
         return tuple(sorted(found, key=lambda one: (one.name, one.number)))
 
-    def manifest(self, name: str, number: int | None = None) -> Manifest:
+    def manifest(self, name: str, number: int | None = None) -> DatasetManifest:
         """Return the manifest of a version, by default of the latest one. Raises ``NotFound`` and ``StorageError``."""
         existing = [one.number for one in self.versions(name)]
         if not existing:
@@ -122,8 +122,8 @@ class Datasets:
         return self._load(name, number)
 
     def add(
-        self, name: str, files: Sequence[Source], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
-    ) -> Manifest:
+        self, name: str, files: Sequence[UploadSource], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
+    ) -> DatasetManifest:
         """Write a new version and return its manifest.
 
         A repeated call with the same ``upload_id`` continues the same upload, and does nothing if that is complete. Raises
@@ -134,13 +134,13 @@ class Datasets:
         if any(one.number == number for one in self.versions(name)):
             return self.manifest(name, number)
         listed = self._send(name, number, files, on_progress)
-        manifest = Manifest(name=name, number=number, created=at, files=listed)
+        manifest = DatasetManifest(name=name, number=number, created=at, files=listed)
         self._put(manifest)
         return manifest
 
     def update(
-        self, name: str, files: Sequence[Source], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
-    ) -> Manifest:
+        self, name: str, files: Sequence[UploadSource], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
+    ) -> DatasetManifest:
         """Write a new version with the files of an existing one, replaced or extended by ``files``.
 
         ``name`` is the dataset with the number of that version, or without a number for the latest one. The latest one is
@@ -160,7 +160,7 @@ class Datasets:
             if latest > number:
                 number = self._claim(plain, upload_id, above=latest)
             whole = tuple(sorted((*_not_replaced(old.files, listed), *listed), key=lambda one: one.path))
-            manifest = Manifest(name=plain, number=number, created=at, files=whole)
+            manifest = DatasetManifest(name=plain, number=number, created=at, files=whole)
             self._put(manifest)
             missing = {base.number, old.number}.difference(one.number for one in self.versions(plain))
             if missing:
@@ -171,8 +171,8 @@ class Datasets:
         return manifest
 
     def _send(
-        self, name: str, number: int, files: Sequence[Source], on_progress: Progress, existing: Sequence[File] = ()
-    ) -> tuple[File, ...]:
+        self, name: str, number: int, files: Sequence[UploadSource], on_progress: Progress, existing: Sequence[DatasetFile] = ()
+    ) -> tuple[DatasetFile, ...]:
         """Upload the files that are not equal to an existing one, and return all files."""
         stored = {(one.path, one.size, one.sha256): one.number for one in existing}
         before = []
@@ -180,7 +180,7 @@ class Datasets:
             with local_errors(one.path):
                 before.append((one.path.stat().st_mtime_ns, sha256(one.path)))
         listed = [
-            File(path=one.name, size=one.size, sha256=sha, number=stored.get((one.name, one.size, sha), number))
+            DatasetFile(path=one.name, size=one.size, sha256=sha, number=stored.get((one.name, one.size, sha), number))
             for one, (_, sha) in zip(files, before, strict=True)
         ]
         new = [source for source, one in zip(files, listed, strict=True) if one.number == number]
@@ -193,7 +193,7 @@ class Datasets:
 
     def fetch(
         self,
-        manifest: Manifest,
+        manifest: DatasetManifest,
         target: Path,
         *,
         regex: str = "",
@@ -241,7 +241,7 @@ class Datasets:
     def _manifest(self, name: str, number: int) -> StorageUrl:
         return self._base.below(f"{_VERSIONS}/{name}/{number}.json")
 
-    def _load(self, name: str, number: int) -> Manifest:
+    def _load(self, name: str, number: int) -> DatasetManifest:
         url = self._manifest(name, number)
         try:
             return _manifest_of(decode_object(self._read(url), max_bytes=_MANIFEST_BYTES), name, number)
@@ -250,7 +250,7 @@ class Datasets:
             message = f"{url} is not a manifest of a dataset: {why}"
             raise StorageError(message, hint="upload its files as a new version") from error
 
-    def _put(self, manifest: Manifest) -> None:
+    def _put(self, manifest: DatasetManifest) -> None:
         self._write(self._manifest(manifest.name, manifest.number), _text(manifest))
 
     @contextmanager
@@ -321,7 +321,7 @@ class Datasets:
             self._retries.call(lambda: self._store.write(url.key, Path(file.name), lambda _: None))
 
 
-def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
+def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> DatasetManifest:
     """Return a manifest with checked values, because other users of the store may have written it."""
     created = body["created"]
     if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
@@ -334,10 +334,10 @@ def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
         why = why_not_a_file(one.path, names)
         if why:
             raise ValueError(f"the path {one.path[:_SHOWN]!r}: {why}")
-    return Manifest(name=name, number=number, created=float(created), files=files)
+    return DatasetManifest(name=name, number=number, created=float(created), files=files)
 
 
-def _file_of(one: Mapping[str, Any], number: int) -> File:
+def _file_of(one: Mapping[str, Any], number: int) -> DatasetFile:
     path, size, digest, at = one["path"], one["size"], one["sha256"], one.get("version", number)
     if not isinstance(path, str):
         raise ValueError("the path of a file is not a string")  # noqa: TRY004  callers expect one class
@@ -345,10 +345,10 @@ def _file_of(one: Mapping[str, Any], number: int) -> File:
         raise ValueError(f"the SHA-256 of {path[:_SHOWN]!r} is not valid")
     if type(size) is not int or size < 0 or type(at) is not int or at < 1:
         raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not valid")
-    return File(path=path, size=size, sha256=digest, number=at)
+    return DatasetFile(path=path, size=size, sha256=digest, number=at)
 
 
-def _text(manifest: Manifest) -> str:
+def _text(manifest: DatasetManifest) -> str:
     body = {
         "name": manifest.name, "version": manifest.number, "created": manifest.created, "bytes": manifest.size,
         "files": [
@@ -360,7 +360,7 @@ def _text(manifest: Manifest) -> str:
     return json.dumps(body, indent=1) + "\n"
 
 
-def _not_replaced(old: Sequence[File], new: Sequence[File]) -> list[File]:
+def _not_replaced(old: Sequence[DatasetFile], new: Sequence[DatasetFile]) -> list[DatasetFile]:
     """Return the old files that no new file replaces.
 
     A new file replaces an old file with the same path, an old file at one of its directories, and all files below its path.

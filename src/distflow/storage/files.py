@@ -20,7 +20,7 @@ from distflow.errors import StorageError, StorageMissing
 from distflow.storage.base import PART_BYTES, Entry, Sink, compile_regex, part_size
 from distflow.storage.failures import local_errors
 
-__all__ = ["FolderStore", "Source", "find_sources", "has_content", "is_part", "open_source", "part_name", "sha256"]
+__all__ = ["FolderStore", "UploadSource", "find_sources", "has_content", "is_part", "open_source", "part_name", "sha256"]
 
 
 _PIECE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _COMMON_PART_SIZES = (PART_BYTES, 8 << 20, 5 << 20, 50 << 20, 64 << 20, 100 << 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class UploadSource:
     """A file to upload."""
 
     path: Path
@@ -41,7 +41,7 @@ class Source:
 
 def find_sources(
     paths: Iterable[Path], regex: str = "", *, contents: bool = False, only_files: bool = False
-) -> tuple[Source, ...]:
+) -> tuple[UploadSource, ...]:
     """Return the files at and below some paths, if ``regex`` matches their names from the start.
 
     Names of files in a directory begin with the name of the directory, unless ``contents`` is set. Links are followed. Raises
@@ -49,7 +49,7 @@ def find_sources(
     neither files nor directories (``only_files`` skips these).
     """
     pattern = compile_regex(regex)
-    found: dict[str, Source] = {}
+    found: dict[str, UploadSource] = {}
     for path in paths:
         with local_errors(path):
             # `.` and `..` are not names, so use the name of the directory that they mean.
@@ -67,12 +67,12 @@ def find_sources(
     return tuple(found.values())
 
 
-def _walk(path: Path, name: str, above: tuple[tuple[int, int], ...], *, only_files: bool) -> Iterator[Source]:
+def _walk(path: Path, name: str, above: tuple[tuple[int, int], ...], *, only_files: bool) -> Iterator[UploadSource]:
     found = path.stat()
     if stat.S_ISREG(found.st_mode):
         if not os.access(path, os.R_OK):
             raise PermissionError(13, "Permission denied", os.fspath(path))
-        yield Source(path=path.resolve(), name=name or path.name, size=found.st_size)
+        yield UploadSource(path=path.resolve(), name=name or path.name, size=found.st_size)
     elif stat.S_ISDIR(found.st_mode):
         identity = (found.st_dev, found.st_ino)
         if identity in above:
@@ -151,7 +151,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class FolderStore:
     """The whole file system as one storage container, like a bucket; keys are absolute paths without their first slash.
 
-    Contract: ``storage.base.Store``.
+    Contract: ``storage.base.DataStore``.
     """
 
     def find(self, key: str) -> Sequence[Entry]:

@@ -61,7 +61,7 @@ def _s3_session() -> Any:
 
 
 class ObjectStore:
-    """One container, accessed through a driver (contract: ``storage.base.Store``)."""
+    """One container, accessed through a driver (contract: ``storage.base.DataStore``)."""
 
     def __init__(self, url: StorageUrl, driver: Driver, files: Any, secrets: Sequence[Secret]) -> None:
         """Use the driver's file system ``files``."""

@@ -59,7 +59,7 @@ def destination_of(url: StorageUrl) -> SshDestination:
 
 
 class SftpStore:
-    """One machine (contract: ``storage.base.Store``); keys are absolute paths without their first slash."""
+    """One machine (contract: ``storage.base.DataStore``); keys are absolute paths without their first slash."""
 
     def __init__(self, url: StorageUrl) -> None:
         """Open no connection yet. Raises ``InputError`` for a URL without a valid host."""

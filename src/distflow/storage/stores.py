@@ -6,7 +6,7 @@ import importlib
 from enum import Enum
 
 from distflow.documents.urls import READ_ONLY, StorageUrl
-from distflow.storage.base import Store
+from distflow.storage.base import DataStore
 from distflow.storage.credentials import CredentialsFor, ambient_credentials
 from distflow.storage.failures import Retries, driver_errors, no_credentials
 from distflow.storage.files import FolderStore
@@ -25,7 +25,7 @@ class Access(str, Enum):
     DELETE = "DELETE"
 
 
-def open_store(url: StorageUrl, credentials_for: CredentialsFor = ambient_credentials) -> Store:
+def open_store(url: StorageUrl, credentials_for: CredentialsFor = ambient_credentials) -> DataStore:
     """Return the store of a URL, without sending it any request.
 
     Raises ``InputError`` when the driver of the store is not installed, or when a web or SFTP URL is not valid, and
@@ -56,7 +56,7 @@ def check_credentials(url: StorageUrl, credentials_for: CredentialsFor = ambient
         raise no_credentials(str(url), reason)
 
 
-def check_access(store: Store, url: StorageUrl, access: Access, *, retries: Retries | None = None) -> None:
+def check_access(store: DataStore, url: StorageUrl, access: Access, *, retries: Retries | None = None) -> None:
     """Try the access, and raise ``StorageError`` if the store does not allow it (``InputError`` if the store is read-only).
 
     For WRITE and DELETE, an empty object is written below the URL and removed. Stores of files use the nearest existing

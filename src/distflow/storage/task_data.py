@@ -20,7 +20,7 @@ from distflow.errors import StorageError
 from distflow.runtime.files.safe_files import publish
 from distflow.runtime.files.unpacking import unpack
 from distflow.runtime.wire import OpError
-from distflow.storage.base import Progress, Store, ignore_progress
+from distflow.storage.base import DataStore, Progress, ignore_progress
 from distflow.storage.datasets import Datasets
 from distflow.storage.failures import Retries, local_errors
 from distflow.storage.files import find_sources
@@ -52,7 +52,7 @@ class InputRequest:
         return f"dataset {self.dataset}" if self.dataset else str(parse_url(self.url))
 
 
-def pin_version(store: Store, request: InputRequest, retries: Retries | None = None) -> InputRequest:
+def pin_version(store: DataStore, request: InputRequest, retries: Retries | None = None) -> InputRequest:
     """Return the request with the version of its dataset, so that several nodes fetch the same version.
 
     A request without a dataset or with a fixed version is returned unchanged. Raises ``StorageError``, and ``NotFound``
@@ -65,7 +65,7 @@ def pin_version(store: Store, request: InputRequest, retries: Retries | None = N
     return replace(request, dataset=f"{name}:{number}")
 
 
-def inspect_input(store: Store, request: InputRequest, retries: Retries | None = None) -> TransferResult:
+def inspect_input(store: DataStore, request: InputRequest, retries: Retries | None = None) -> TransferResult:
     """Return the number of files and bytes of an input without fetching it. Raises ``StorageError`` and ``NotFound``."""
     url = parse_url(request.url)
     if request.dataset:
@@ -77,7 +77,7 @@ def inspect_input(store: Store, request: InputRequest, retries: Retries | None =
 
 
 def fetch_input(
-    store: Store,
+    store: DataStore,
     request: InputRequest,
     files: Path,
     *,
@@ -103,7 +103,7 @@ def fetch_input(
 
 
 def _fetch(
-    store: Store, request: InputRequest, files: Path, resume: bool, retries: Retries | None, on_progress: Progress
+    store: DataStore, request: InputRequest, files: Path, resume: bool, retries: Retries | None, on_progress: Progress
 ) -> TransferResult:
     url = parse_url(request.url)
     if not request.dataset:
@@ -155,7 +155,7 @@ class Delivered:
 
 
 def deliver(
-    store: Store,
+    store: DataStore,
     delivery: Delivery,
     top: Path,
     *,

@@ -24,17 +24,17 @@ from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.files.unpacking import file_time
 from distflow.runtime.wire import OpError
 from distflow.storage.base import (
+    DataStore,
     Entry,
     Progress,
     SelectedObject,
-    Store,
     check_names,
     ignore_progress,
     select,
     select_existing,
 )
 from distflow.storage.failures import Retries, TransferCanceled, local_errors
-from distflow.storage.files import Source, has_content, part_name, sha256
+from distflow.storage.files import UploadSource, has_content, part_name, sha256
 
 __all__ = ["TransferResult", "delete", "download", "find", "find_removable", "upload"]
 
@@ -58,7 +58,7 @@ class TransferResult:
 
 
 def find(
-    store: Store, url: StorageUrl, regex: str = "", *, may_be_empty: bool = False, retries: Retries | None = None
+    store: DataStore, url: StorageUrl, regex: str = "", *, may_be_empty: bool = False, retries: Retries | None = None
 ) -> tuple[SelectedObject, ...]:
     """Return the objects that a URL selects and whose relative paths ``regex`` matches.
 
@@ -69,7 +69,7 @@ def find(
 
 
 def find_removable(
-    store: Store, url: StorageUrl, regex: str = "", *, retries: Retries | None = None
+    store: DataStore, url: StorageUrl, regex: str = "", *, retries: Retries | None = None
 ) -> tuple[SelectedObject, ...]:
     """Return the objects that ``delete`` removes at a URL and whose relative paths ``regex`` matches.
 
@@ -79,7 +79,7 @@ def find_removable(
 
 
 def delete(
-    store: Store, url: StorageUrl, objects: Sequence[SelectedObject], *, at_once: int = 8, retries: Retries | None = None
+    store: DataStore, url: StorageUrl, objects: Sequence[SelectedObject], *, at_once: int = 8, retries: Retries | None = None
 ) -> int:
     """Remove objects that ``find_removable`` found at a URL, and return their number.
 
@@ -97,7 +97,7 @@ def delete(
 
 
 def download(
-    store: Store,
+    store: DataStore,
     url: StorageUrl,
     target: Path,
     *,
@@ -179,7 +179,7 @@ class _Download:
     """The download of one object to a file."""
 
     def __init__(
-        self, store: Store, url: StorageUrl, entry: Entry, path: Path, sha256: str, retries: Retries, counter: _ByteCounter
+        self, store: DataStore, url: StorageUrl, entry: Entry, path: Path, sha256: str, retries: Retries, counter: _ByteCounter
     ) -> None:
         self._store = store
         self._shown = url.shown(entry.key)
@@ -270,9 +270,9 @@ class _Download:
 
 
 def upload(
-    store: Store,
+    store: DataStore,
     url: StorageUrl,
-    files: Sequence[Source],
+    files: Sequence[UploadSource],
     *,
     at_once: int = 8,
     retries: Retries | None = None,
@@ -286,7 +286,7 @@ def upload(
     counter = _ByteCounter(sum(one.size for one in files), on_progress)
     existing = {entry.key: entry for entry in retries.call(lambda: store.find(url.key))} if files else {}
 
-    def send(one: Source) -> bool:
+    def send(one: UploadSource) -> bool:
         destination = url.below(one.name)
         if destination.key in existing and has_content(one.path, existing[destination.key]):
             counter.add(one.size)
@@ -297,7 +297,7 @@ def upload(
     return _result([one.size for one in files], _for_all(files, send, at_once, retries))
 
 
-def _write(store: Store, destination: StorageUrl, one: Source, retries: Retries, counter: _ByteCounter) -> None:
+def _write(store: DataStore, destination: StorageUrl, one: UploadSource, retries: Retries, counter: _ByteCounter) -> None:
     sent = 0
 
     def on_bytes(count: int) -> None:

@@ -27,7 +27,7 @@ _TRANSIENT = {408, 425, 429}
 
 
 class WebStore:
-    """The one URL that the store was opened with (contract: ``storage.base.Store``)."""
+    """The one URL that the store was opened with (contract: ``storage.base.DataStore``)."""
 
     def __init__(self, url: StorageUrl) -> None:
         """Send no request yet. Raises ``InputError`` for a URL that does not name a file."""

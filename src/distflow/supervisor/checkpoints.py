@@ -19,7 +19,7 @@ from distflow.backends.base import AttemptKey, CheckpointRef, Collected, Collect
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
 from distflow.state.event_details import CheckpointFailed, CheckpointFilesLeftOut, CheckpointWritten, EventDetails
-from distflow.state.record import Checkpoint, DataKind, DataRef, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import CheckpointRecord, DataKind, DataRef, EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.structs import replace
 from distflow.supervisor.commands import PackCheckpoint, TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.snapshot import NodeView
@@ -140,7 +140,7 @@ def checkpoint_differences(plan: GroupPlan, group: GroupRecord) -> dict[str, dic
     ranked = [launch for launch in plan.launches if launch.ranks is not None]
     found: dict[str, dict[str, int | None]] = {}
     for shown in dict.fromkeys(one.shown for launch in ranked for one in launch.checkpoints if not one.is_shared):
-        taken: dict[str, Checkpoint | None] = {}
+        taken: dict[str, CheckpointRecord | None] = {}
         for launch in ranked:
             number = next((number for number, one in enumerate(launch.checkpoints) if one.shown == shown), None)
             taken[launch.task] = group.checkpoint(launch.task, number) if number is not None else None
@@ -156,13 +156,13 @@ def apply_checkpoint(
     task: TaskRecord,
     checkpoint: CheckpointRef,
     seen: Collected | CollectFailed,
-) -> tuple[GroupRecord, list[Event]]:
+) -> tuple[GroupRecord, list[EventRecord]]:
     """Return the group after a checkpoint was saved or failed, and the events that report it.
 
     A checkpoint of an earlier attempt never replaces one of a later attempt.
     """
     number = checkpoint.number
-    known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
+    known = group.checkpoint(task.name, number) or CheckpointRecord(task=task.name, number=number)
     is_being_written = known.is_new and known.attempt == task.attempt
     is_being_sent = task.attempt < group.attempt and group.state is State.INITIALIZING  # to the next attempt
     if is_being_written or is_being_sent or known.attempt > task.attempt:
@@ -191,14 +191,14 @@ def transfer_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Tr
             return _store_transfer(group, record, command)
 
 
-def apply_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+def apply_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after progress or the end of a transfer, and the events that report it."""
     if seen.data.kind is not DataKind.STORE:
         return apply_data(record, seen)
     return _apply_stored(record, seen) if isinstance(seen, TransferEnded) else (record, [])
 
 
-def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after a checkpoint was written to its URL or could not be written."""
     group = record.group(seen.key.group)
     known = group.checkpoint(seen.key.task, seen.data.number)
@@ -217,13 +217,13 @@ def _planned_checkpoints(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[
             yield task, number, planned
 
 
-def _archives(plan: GroupPlan, group: GroupRecord, task: str, number: int) -> list[Checkpoint]:
+def _archives(plan: GroupPlan, group: GroupRecord, task: str, number: int) -> list[CheckpointRecord]:
     """Return the archives that a task gets, in the order in which they are unpacked over one another."""
     holders = [(task, number)]
     if plan.launch(task).checkpoints[number].is_shared:
         order = [*(launch for launch in plan.launches[::-1] if not launch.lead), plan.lead]
         holders = [(one.task, at) for one in order for at, other in enumerate(one.checkpoints) if other.is_shared]
-    found: dict[str, Checkpoint] = {}
+    found: dict[str, CheckpointRecord] = {}
     for name, at in holders:
         known = group.checkpoint(name, at)
         if known is not None and known.digest:
@@ -242,12 +242,14 @@ def _has_no_failure(group: GroupRecord) -> bool:
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 
-def _needs_last_checkpoint(task: TaskRecord, known: Checkpoint | None) -> bool:
+def _needs_last_checkpoint(task: TaskRecord, known: CheckpointRecord | None) -> bool:
     has_run = task.state.is_final and task.started_at is not None and task.node is not None
     # A lost task without `end` was given up. With `end`, its node is reachable again after a reboot or a long outage.
     is_gone = task.reason is Reason.NODE_LOST and task.end is None
     return has_run and not is_gone and not (known is not None and known.is_last)
 
 
-def _event(record: WorkflowRecord, group: GroupRecord, about: Checkpoint, at: float, details: EventDetails) -> Event:
-    return Event(at=at, details=details, workflow=record.uuid, group=group.name, task=about.task, attempt=about.attempt)
+def _event(
+    record: WorkflowRecord, group: GroupRecord, about: CheckpointRecord, at: float, details: EventDetails
+) -> EventRecord:
+    return EventRecord(at=at, details=details, workflow=record.uuid, group=group.name, task=about.task, attempt=about.attempt)

@@ -15,13 +15,13 @@ from distflow.state.event_details import (
     GroupCannotStart,
     WorkflowStatus,
 )
-from distflow.state.record import Event, WorkflowRecord
+from distflow.state.record import EventRecord, WorkflowRecord
 from distflow.structs import replace
 from distflow.supervisor.group_step import GroupStep
 from distflow.supervisor.notices import next_wait_notice, notices
 from distflow.supervisor.observations import announce_wait, end_unstarted
 from distflow.supervisor.scheduling import Leases, next_leases, pool_usage
-from distflow.supervisor.snapshot import Decision, LastDecision, Snapshot, Workflow, WorkflowView
+from distflow.supervisor.snapshot import Decision, LastDecision, Snapshot, StoredWorkflow, WorkflowView
 
 __all__ = ["decide", "roll_up"]
 
@@ -63,7 +63,7 @@ def _apply_leases(waiting: Leases, decision: Decision, views: Mapping[str, Workf
         if after is not group:
             decision.records[uuid] = record.with_group(after)
         if details is not None:
-            decision.events.append(Event(at=now, details=details, workflow=uuid, group=name))
+            decision.events.append(EventRecord(at=now, details=details, workflow=uuid, group=name))
 
 
 def _previous_views(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView]:
@@ -73,7 +73,9 @@ def _previous_views(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView
     return last.views if is_same else {}
 
 
-def _decide_workflow(snapshot: Snapshot, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> WorkflowView:
+def _decide_workflow(
+    snapshot: Snapshot, workflow: StoredWorkflow, now: float, decision: Decision, *, is_busy: bool
+) -> WorkflowView:
     """Take every step of a workflow that is due.
 
     With ``is_busy``, commands of the workflow are in flight. They may get no answer, so the next decision examines the workflow
@@ -87,7 +89,7 @@ def _decide_workflow(snapshot: Snapshot, workflow: Workflow, now: float, decisio
     before, record = record, roll_up(record, now)
     if record is not before and record.status != before.status:
         status = WorkflowStatus(id=record.id, status=record.status)
-        part.events.append(Event(at=now, details=status, workflow=record.uuid))
+        part.events.append(EventRecord(at=now, details=status, workflow=record.uuid))
     if workflow.notify:
         decision.notices += notices(workflow.notify, workflow.record, record, snapshot.last_decision.at, now)
         if (due_at := next_wait_notice(workflow.notify, record, now)) is not None:

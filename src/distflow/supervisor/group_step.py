@@ -33,7 +33,16 @@ from distflow.state.event_details import (
     TaskStatus,
 )
 from distflow.state.event_text import event_text, next_attempt_text
-from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, OrphanState, TaskRecord, WorkflowRecord, fresh_tasks
+from distflow.state.record import (
+    CancelRequest,
+    Cause,
+    EventRecord,
+    GroupRecord,
+    OrphanState,
+    TaskRecord,
+    WorkflowRecord,
+    fresh_tasks,
+)
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S, checkpoint_differences, due_checkpoints
 from distflow.supervisor.commands import (
@@ -57,7 +66,7 @@ from distflow.supervisor.failures import (
     with_own_failures,
 )
 from distflow.supervisor.observations import CANNOT_START, end_unstarted, stop_unstarted, without_build
-from distflow.supervisor.snapshot import Decision, NodeView, Snapshot, Workflow, attempt_key
+from distflow.supervisor.snapshot import Decision, NodeView, Snapshot, StoredWorkflow, attempt_key
 from distflow.supervisor.transfers import GroupTransfers, PendingOutputs, inherited_results, input_transfers, pending_outputs
 
 __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "next_attempt"]
@@ -77,7 +86,13 @@ class GroupStep:
     """One step of a group: reads the snapshot, changes the group, and adds commands, events and wake-ups to a decision."""
 
     def __init__(
-        self, snapshot: Snapshot, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
+        self,
+        snapshot: Snapshot,
+        workflow: StoredWorkflow,
+        record: WorkflowRecord,
+        group: GroupRecord,
+        now: float,
+        decision: Decision,
     ) -> None:
         self.snapshot = snapshot
         self.record = record
@@ -519,7 +534,7 @@ class GroupStep:
 
     def _add_event(self, details: EventDetails, task: TaskRecord | None = None) -> None:
         self.decision.events.append(
-            Event(
+            EventRecord(
                 at=self.now, details=details, workflow=self.record.uuid, group=self.group.name,
                 task=task.name if task else None, attempt=task.attempt if task else None,
             )

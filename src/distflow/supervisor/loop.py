@@ -43,7 +43,7 @@ from distflow.state.event_details import WorkflowRefused
 from distflow.state.event_text import event_text
 from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.notices import Notice
-from distflow.state.record import Event, TaskRecord, WorkflowRecord
+from distflow.state.record import EventRecord, TaskRecord, WorkflowRecord
 from distflow.state.secrets import gang_token, read_secrets, remove_secrets
 from distflow.state.store import Store
 from distflow.structs import replace
@@ -75,7 +75,7 @@ from distflow.supervisor.observations import (
     node_details,
     update_node_view,
 )
-from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Snapshot, Workflow, attempt_key
+from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Snapshot, StoredWorkflow, attempt_key
 from distflow.supervisor.timeline import cause_of
 from distflow.supervisor.transfer_threads import TransferRunner
 from distflow.supervisor.transfers import add_task_inputs, add_url_inputs, archives, arrived_archives, is_needed
@@ -110,7 +110,7 @@ Input = Observation | TransferMoved | TransferEnded | Wake
 class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
     """The last lines of the tasks of unfinished groups, by workflow (uuid), group and task. They are read on access."""
 
-    def __init__(self, workflows: Mapping[str, Workflow], mirror: Mirror) -> None:
+    def __init__(self, workflows: Mapping[str, StoredWorkflow], mirror: Mirror) -> None:
         self._workflows = workflows
         self._mirror = mirror
 
@@ -164,7 +164,7 @@ class Supervisor:
         self._log = log
         self._on_notices = on_notices
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
-        self._workflows: dict[str, Workflow] = {}
+        self._workflows: dict[str, StoredWorkflow] = {}
         # These two are replaced, never changed: a decision detects changes by their identity.
         self._pools: Mapping[str, Pool] = {}
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
@@ -230,7 +230,7 @@ class Supervisor:
             while True:
                 batch.append(self._inbox.get_nowait())
         changed: dict[str, WorkflowRecord] = {}
-        events: list[Event] = []
+        events: list[EventRecord] = []
         # The wake-up of another process may have been lost, for example if the socket was removed.
         reload = self._store.has_news()
         for seen in batch:
@@ -249,7 +249,7 @@ class Supervisor:
         self,
         seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
         changed: dict[str, WorkflowRecord],
-        events: list[Event],
+        events: list[EventRecord],
     ) -> None:
         for identity in answered(seen):
             self.in_flight.pop(identity, None)
@@ -272,7 +272,7 @@ class Supervisor:
             changed[uuid] = record
             self._workflows[uuid] = replace(workflow, record=record)
 
-    def _apply_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
+    def _apply_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[EventRecord]) -> None:
         place = (seen.pool, seen.node)
         view = self._nodes.get(place) or self._view(seen.pool, seen.node)
         self._nodes = {**self._nodes, place: update_node_view(view, seen)}
@@ -322,7 +322,9 @@ class Supervisor:
             except RecordUnreadable:
                 skipped[record.uuid] = None
                 continue
-            self._workflows[record.uuid] = Workflow(record=adjust_times(record, plan, self._now()), plan=plan, notify=notify)
+            self._workflows[record.uuid] = StoredWorkflow(
+                record=adjust_times(record, plan, self._now()), plan=plan, notify=notify
+            )
             keys = [
                 key
                 for group in record.groups
@@ -348,9 +350,9 @@ class Supervisor:
         )
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
         due = tuple(notices(self._store.notify_targets(record.uuid), record, ended, now, now))
-        self._save([ended], [Event(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)], due)
+        self._save([ended], [EventRecord(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)], due)
 
-    def _save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], due: Sequence[Notice] = ()) -> None:
+    def _save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], due: Sequence[Notice] = ()) -> None:
         self._store.save(records, events, due)
         if due:
             self._on_notices()
@@ -581,7 +583,7 @@ def _tasks(record: WorkflowRecord) -> list[TaskRecord]:
     return [task for group in record.groups for task in group.attempts]
 
 
-def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -> BoundLaunch | None:
+def launch_of(workflow: StoredWorkflow, command: Prepare, nodes: Mapping[str, Node]) -> BoundLaunch | None:
     """Return the complete launch of the task to prepare; ``None`` if its group has lost its lease."""
     group, plan = workflow.record.group(command.key.group), workflow.plan.group(command.key.group)
     if group.binding is None:
@@ -593,7 +595,7 @@ def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -
     return add_checkpoints(add_url_inputs(launch, plan, workflow.record, group), plan, group)
 
 
-def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> TaskSecrets:
+def secrets_of(workflow: StoredWorkflow, command: Prepare, folder: Path) -> TaskSecrets:
     """Return, from ``folder``, the secrets of the task to prepare. Raises ``StateError`` if they are missing or unreadable."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:

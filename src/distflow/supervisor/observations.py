@@ -52,8 +52,8 @@ from distflow.state.event_details import (
     GroupWaiting,
     LeaseGranted,
     LeaseLost,
-    NodeReachable,
-    NodeUnreachable,
+    NodeBecameReachable,
+    NodeBecameUnreachable,
     OrphanGone,
     OrphanStopping,
     OutputCollected,
@@ -68,7 +68,7 @@ from distflow.state.event_details import (
 from distflow.state.event_text import event_text
 from distflow.state.record import (
     CancelRequest,
-    Event,
+    EventRecord,
     GroupRecord,
     OrphanState,
     Outage,
@@ -113,7 +113,7 @@ LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 
 def apply_observation(
     record: WorkflowRecord, plan: Plan, seen: LeaseObservation | VenvObservation | AttemptObservation
-) -> tuple[WorkflowRecord, list[Event]]:
+) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that report it."""
     if isinstance(seen, Leased | LeaseRefused | LeaseWaits):
         group = record.group(seen.group)
@@ -171,7 +171,7 @@ def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
     )
 
 
-def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
+def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after one of the pool's nodes was lost or found, and the events that report it.
 
     The record stores the outage, so the next supervisor does not report it again, and can report its end.
@@ -196,11 +196,11 @@ def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> t
     return after, [_event(record, seen.at, node_details(seen))]
 
 
-def node_details(seen: NodeUp | NodeDown) -> NodeUnreachable | NodeReachable:
+def node_details(seen: NodeUp | NodeDown) -> NodeBecameUnreachable | NodeBecameReachable:
     """Return the event's details for a node that was lost or found."""
     if isinstance(seen, NodeDown):
-        return NodeUnreachable(node=seen.node, error=seen.error)
-    return NodeReachable(node=seen.node)
+        return NodeBecameUnreachable(node=seen.node, error=seen.error)
+    return NodeBecameReachable(node=seen.node)
 
 
 def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
@@ -238,7 +238,9 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
     )  # fmt: skip
 
 
-def _refused(record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:
+def _refused(
+    record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: LeaseRefused
+) -> tuple[WorkflowRecord, list[EventRecord]]:
     if seen.without_venv:
         builds = {node: VenvBuild(task=task, node=node) for task, node in seen.without_venv.items()}
         group = replace(group, venv_builds=tuple(builds.values()), building_at=seen.at, waits_for="", unreachable=None)
@@ -257,7 +259,7 @@ def _refused(record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: Lease
     return _announced(record, replace(group, refusals=tuple(known.values())), message, seen.at)
 
 
-def _announced(record: WorkflowRecord, group: GroupRecord, message: str, at: float) -> tuple[WorkflowRecord, list[Event]]:
+def _announced(record: WorkflowRecord, group: GroupRecord, message: str, at: float) -> tuple[WorkflowRecord, list[EventRecord]]:
     waiting, details = announce_wait(group, message)
     return record.with_group(waiting), [_event(record, at, details, group.name)] if details is not None else []
 
@@ -267,14 +269,16 @@ def _building_text(plan: Plan, group: GroupRecord) -> str:
     return f"building the Python environment{f' of {venv.file}' if venv else ''} on {nodes}"
 
 
-def _with_message(record: WorkflowRecord, group: GroupRecord, message: str, at: float) -> tuple[WorkflowRecord, list[Event]]:
+def _with_message(
+    record: WorkflowRecord, group: GroupRecord, message: str, at: float
+) -> tuple[WorkflowRecord, list[EventRecord]]:
     after = record.with_group(replace(group, message=message))
     return after, [_event(record, at, GroupWaiting(message=message), group.name)]
 
 
 def _apply_venv(
     record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: VenvProgress | VenvBuilt | VenvFailed
-) -> tuple[WorkflowRecord, list[Event]]:
+) -> tuple[WorkflowRecord, list[EventRecord]]:
     node = seen.key.node
     if group.state is not State.SCHEDULING or group.attempt != seen.key.attempt:
         return record, []
@@ -490,7 +494,7 @@ def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
 
 def _apply_warning(
     record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: InputNotFetched | OutputLost | OutputWaits
-) -> tuple[WorkflowRecord, list[Event]]:
+) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the record after a problem that does not change the task itself, and the events that report it."""
     if isinstance(seen, InputNotFetched):
         return apply_input_not_fetched(record, seen)
@@ -500,8 +504,8 @@ def _apply_warning(
 
 def _event(
     record: WorkflowRecord, at: float, details: EventDetails, group: str | None = None, task: TaskRecord | None = None
-) -> Event:
-    return Event(
+) -> EventRecord:
+    return EventRecord(
         at=at, details=details, workflow=record.uuid, group=group, task=task.name if task else None,
         attempt=task.attempt if task else None,
     )  # fmt: skip

@@ -30,8 +30,8 @@ from distflow.state.store import STORE_FORMAT
 
 __all__ = [
     "START",
-    "Lock",
     "PreloadedSupervisor",
+    "SupervisorLock",
     "detach",
     "ensure_supervisor",
     "is_running",
@@ -52,7 +52,7 @@ _MAX_ADDRESS = 103
 _LOG_LIMIT = 4 << 20
 
 
-class Lock:
+class SupervisorLock:
     """The supervisor's lock: an ``flock`` that vanishes with its process.
 
     The lock is on the subdirectory ``blobs`` of the state directory. A lock file alone could be removed while it is locked. The

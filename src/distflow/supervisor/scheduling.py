@@ -28,7 +28,7 @@ from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, UnreachableNodes, WorkflowRecord
 from distflow.structs import replace
 from distflow.supervisor.commands import Lease
-from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Snapshot, Workflow
+from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Snapshot, StoredWorkflow
 
 __all__ = ["Leases", "capacity", "free", "next_leases", "pool_usage"]
 
@@ -90,7 +90,12 @@ def next_leases(snapshot: Snapshot, usages: Iterable[PoolUsage], now: float) -> 
 
 
 def _lease_from_engine(
-    snapshot: Snapshot, pool_key: str, pool: Pool, waiting: Sequence[tuple[Workflow, GroupRecord]], now: float, leases: Leases
+    snapshot: Snapshot,
+    pool_key: str,
+    pool: Pool,
+    waiting: Sequence[tuple[StoredWorkflow, GroupRecord]],
+    now: float,
+    leases: Leases,
 ) -> None:
     for workflow, group in waiting:
         due = max([group.not_before, *(one.until for one in group.refusals)])
@@ -108,7 +113,7 @@ def _lease_for_first(
     pool_key: str,
     pool: Pool,
     usages: Sequence[PoolUsage],
-    waiting: Sequence[tuple[Workflow, GroupRecord]],
+    waiting: Sequence[tuple[StoredWorkflow, GroupRecord]],
     now: float,
     leases: Leases,
 ) -> None:
@@ -276,7 +281,7 @@ _HOLDING = (State.INITIALIZING, State.RUNNING, State.STOPPING)
 _NOTHING = (0, 0, 0)
 
 
-def pool_usage(workflow: Workflow) -> PoolUsage:
+def pool_usage(workflow: StoredWorkflow) -> PoolUsage:
     """Return the groups of a workflow that wait for nodes, and the resources that it holds."""
     groups = workflow.record.groups
     waits = workflow.record.cancel is None

@@ -26,7 +26,7 @@ from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.process import START, Lock, open_wake_socket
+from distflow.supervisor.process import START, SupervisorLock, open_wake_socket
 from distflow.supervisor.sending import SenderStarter, start_sender
 from distflow.supervisor.transfer_threads import ThreadedTransfers
 from distflow.transports.local import LocalTransport
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             return 0
     gc.freeze()
     gc.enable()
-    starter, lock = _Starter(ready), Lock(directory)
+    starter, lock = _Starter(ready), SupervisorLock(directory)
     while True:
         try:
             with state_errors(directory.path):
@@ -115,7 +115,7 @@ class _Starter:
                 os.close(self._ready)
 
 
-def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
+def _serve(directory: StateDirectory, starter: _Starter, lock: SupervisorLock) -> bool:
     """Work until there is no unfinished workflow, and release the lock. Return whether no new work has arrived meanwhile."""
     with Store(directory.store) as store:
         skipped: Collection[str] = ()

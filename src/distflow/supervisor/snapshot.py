@@ -15,7 +15,7 @@ from distflow.layout.placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.notices import Notice
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.commands import Command, CommandId
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "NodeView",
     "PoolUsage",
     "Snapshot",
-    "Workflow",
+    "StoredWorkflow",
     "WorkflowView",
     "attempt_key",
 ]
@@ -88,7 +88,7 @@ class NodeView:
         return f"the configuration says {'; '.join(less)}" if less else ""
 
 
-class Workflow(Struct, frozen=True, kw_only=True):
+class StoredWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow's record, its plan, and the targets of its notifications."""
 
     record: WorkflowRecord
@@ -111,7 +111,7 @@ class HeldResources(Struct, frozen=True, kw_only=True):
 class PoolUsage(Struct, frozen=True, kw_only=True):
     """The groups of a workflow that wait for nodes, and the resources that its groups and orphan attempts hold."""
 
-    workflow: Workflow
+    workflow: StoredWorkflow
     waiting: tuple[GroupRecord, ...]
     holds: tuple[HeldResources, ...]
 
@@ -144,7 +144,7 @@ class LastDecision(Struct, frozen=True, kw_only=True):
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything that a decision may depend on, except the time."""
 
-    workflows: tuple[Workflow, ...]
+    workflows: tuple[StoredWorkflow, ...]
     """Workflows with unfinished work, oldest submission first."""
     pools: Mapping[str, Pool]
     nodes: Mapping[tuple[str, str], NodeView]
@@ -168,7 +168,7 @@ class Decision(Struct, kw_only=True):
 
     records: dict[str, WorkflowRecord] = field(default_factory=dict)
     """Changed workflows by uuid."""
-    events: list[Event] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from distflow.lifecycle.exits import exit_text
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
-from distflow.state.event_details import NodeReachable, NodeUnreachable
-from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
+from distflow.state.event_details import NodeBecameReachable, NodeBecameUnreachable
+from distflow.state.record import Cause, End, EventRecord, GroupRecord, TaskRecord
 from distflow.supervisor.error_reports import failure_report
 
 __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
@@ -40,7 +40,7 @@ def attempt_of(group: GroupRecord, attempt: int) -> tuple[TaskRecord, ...]:
 
 
 def moments(
-    group: GroupRecord, attempt: int, events: Sequence[Event], lines: Mapping[str, tuple[str, ...]]
+    group: GroupRecord, attempt: int, events: Sequence[EventRecord], lines: Mapping[str, tuple[str, ...]]
 ) -> tuple[Moment, ...]:
     """Return the timeline of an attempt of a group, in order.
 
@@ -55,9 +55,9 @@ def moments(
     times = [moment.at for moment in found]
     for event in events:
         match event.details:
-            case NodeUnreachable(node=node, error=error):
+            case NodeBecameUnreachable(node=node, error=error):
                 text = f"unreachable: {error.partition(chr(10))[0]}"
-            case NodeReachable(node=node):
+            case NodeBecameReachable(node=node):
                 text = "reachable again"
             case _:
                 continue

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from distflow.backends.base import AttemptKey, Backend
-from distflow.backends.machines.connection.transfers import Pace
+from distflow.backends.machines.connection.transfers import TransferRate
 from distflow.documents.text import report_bug
 from distflow.errors import DistflowError
 from distflow.state.record import TransferRecord
@@ -24,7 +24,7 @@ from distflow.supervisor.commands import CommandId, TransferData, TransferEnded,
 from distflow.supervisor.transfers import Transfer
 
 if TYPE_CHECKING:
-    from distflow.storage.base import Store
+    from distflow.storage.base import DataStore
     from distflow.storage.credentials import Identity
     from distflow.storage.failures import Retries
     from distflow.storage.task_data import Delivery
@@ -155,7 +155,7 @@ class ThreadedTransfers:
             store.close()
 
     def _fetch(
-        self, command: TransferData, transfer: Transfer, store: Store, retries: Retries, reporter: _TransferReporter
+        self, command: TransferData, transfer: Transfer, store: DataStore, retries: Retries, reporter: _TransferReporter
     ) -> TransferRecord:
         from distflow.storage import task_data  # noqa: PLC0415
 
@@ -244,7 +244,7 @@ class _TransferReporter:
         self._transfer = transfer
         self._now = now
         self._sink = sink
-        self._pace = Pace()
+        self._pace = TransferRate()
         self._since = now()
 
     def __call__(self, done: int, total: int) -> None:

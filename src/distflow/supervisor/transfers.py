@@ -35,7 +35,7 @@ from distflow.state.record import (
     Cause,
     DataKind,
     DataRef,
-    Event,
+    EventRecord,
     GroupRecord,
     TaskRecord,
     TransferProgress,
@@ -209,7 +209,7 @@ def is_needed(record: WorkflowRecord, command: TransferData) -> bool:
     return not group.state.is_final and group.attempt == command.key.attempt
 
 
-def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after progress or the end of a transfer, and the events that report it."""
     group = record.group(seen.key.group)
     task = group.find(seen.key.task, seen.key.attempt)
@@ -228,7 +228,9 @@ def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> t
         return record.with_group(group.with_task(replace(task, transfer=moved))), []
     after = replace(group.with_task(replace(task, transfer=None)), transfer_results=(*group.transfer_results, seen.outcome))
     details = _details(seen)
-    event = Event(at=seen.at, details=details, workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt)
+    event = EventRecord(
+        at=seen.at, details=details, workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt
+    )
     warnings = (event.text,) if isinstance(details, InputEmpty) else ()
     return replace(record.with_group(after), warnings=(*record.warnings, *warnings)), [event]
 
@@ -249,7 +251,7 @@ def _details(seen: TransferEnded) -> EventDetails:
     return OutputWritten(url=done.url, files=done.files, size=done.content)
 
 
-def apply_input_not_fetched(record: WorkflowRecord, seen: InputNotFetched) -> tuple[WorkflowRecord, list[Event]]:
+def apply_input_not_fetched(record: WorkflowRecord, seen: InputNotFetched) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after a node could not fetch an input. This machine then fetches it for all nodes."""
     group = record.group(seen.key.group)
     data = DataRef(DataKind.FETCH, seen.number)
@@ -260,7 +262,7 @@ def apply_input_not_fetched(record: WorkflowRecord, seen: InputNotFetched) -> tu
     note = TransferRecord(
         data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why
     )
-    event = Event(
+    event = EventRecord(
         at=seen.at, details=DataRelayed(is_input=True, url=found.url, why=seen.why), workflow=record.uuid, group=group.name,
         task=seen.key.task, attempt=seen.key.attempt,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
 from distflow.supervisor.observations import end_unstarted
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 
 __all__ = [
     "COPIES",
@@ -66,7 +66,7 @@ class WorkflowCopy(Struct, frozen=True, kw_only=True):
     """The submitter's host name."""
 
 
-def encode_copy(workflow: Workflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
+def encode_copy(workflow: StoredWorkflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
     """Return the copy to send with a task's ``prepare``; empty for tasks after the first ``COPIES`` of a gang.
 
     It is signed with the key in the directory ``secrets``. Raises ``StateError`` if that key cannot be used.

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from distflow.testing.waiting import wait_until
 
-__all__ = ["IMAGE", "Dockerd", "Engine", "Podman", "missing_dockerd", "missing_podman", "skeleton"]
+__all__ = ["IMAGE", "ContainerEngine", "Dockerd", "Podman", "missing_dockerd", "missing_podman", "skeleton"]
 
 IMAGE = "localhost/distflow-skeleton:1"
 _EMPTY = ("usr", "etc", "tmp", "proc", "sys", "dev", "root", "var/tmp", "run", "home")
@@ -40,7 +40,7 @@ def _missing(*programs: str) -> str:
     return f"{lacking[0]} is not installed" if lacking else ""
 
 
-class Engine:
+class ContainerEngine:
     """A container engine that only this test uses."""
 
     program = ""
@@ -72,7 +72,7 @@ class Engine:
         self.run("import", "-", IMAGE, stdin=skeleton())
 
 
-class Podman(Engine):
+class Podman(ContainerEngine):
     """podman with its own store."""
 
     program = "podman"
@@ -102,7 +102,7 @@ class Podman(Engine):
         _unmount(self.folder)
 
 
-class Dockerd(Engine):
+class Dockerd(ContainerEngine):
     """dockerd with its own socket, store and containerd."""
 
     program = "docker"

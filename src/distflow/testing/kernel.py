@@ -21,7 +21,7 @@ from pathlib import Path
 from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import wait_until
 
-__all__ = ["MemoryLimit", "NetnsHost", "Network", "missing_cgroups", "missing_netns"]
+__all__ = ["MemoryCgroup", "NetnsHost", "Network", "missing_cgroups", "missing_netns"]
 
 
 _PREFIX = "dfn"
@@ -218,7 +218,7 @@ _ROOTS = (
 )
 
 
-class MemoryLimit:
+class MemoryCgroup:
     """A memory cgroup for one test. A process enters it by writing its id into ``procs``."""
 
     def __init__(self, limit: int) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from distflow.documents.urls import StorageUrl, parse_url
 from distflow.errors import NotFound, StorageError
-from distflow.storage.datasets import Datasets, File, Manifest
+from distflow.storage.datasets import DatasetFile, DatasetManifest, Datasets
 from distflow.storage.failures import Retries, TransferCanceled
-from distflow.storage.files import Source, find_sources
+from distflow.storage.files import UploadSource, find_sources
 from distflow.storage.stores import open_store
 from distflow.storage.task_data import Delivery, deliver
 from distflow.testing.s3 import S3Server
@@ -38,7 +38,7 @@ def at(url: StorageUrl, retries: Retries | None = None) -> Datasets:
     return Datasets(open_store(url), url, retries or quickly())
 
 
-def files(top: Path, **contents: bytes) -> tuple[Source, ...]:
+def files(top: Path, **contents: bytes) -> tuple[UploadSource, ...]:
     top.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (top / name).write_bytes(content)
@@ -59,7 +59,7 @@ def test_versions_are_numbered_and_distinguished(base: tuple[StorageUrl, Path], 
     assert [one.number for one in datasets.versions("mnist")] == [1, 2]
     assert datasets.manifest("mnist") == second
     assert datasets.manifest("mnist", 1) == first
-    assert first.files[0] == File(
+    assert first.files[0] == DatasetFile(
         path="x", size=1, sha256="6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b", number=1
     )
     with pytest.raises(NotFound, match=r"(?s)no version 7.*1, 2"):
@@ -206,7 +206,7 @@ def test_claims_that_are_not_numbers_are_ignored(base: tuple[StorageUrl, Path], 
     assert at(url).add("a", files(tmp_path / "a", x=b"1"), upload_id="m1", at=0.0).number == 1
 
 
-def put(top: Path, **contents: str) -> tuple[Source, ...]:
+def put(top: Path, **contents: str) -> tuple[UploadSource, ...]:
     """Files of a folder of its own; ``__`` in a name stands for a slash."""
     for name, content in contents.items():
         path = top / name.replace("__", "/")
@@ -275,7 +275,7 @@ def test_no_files_are_lost_when_several_add_at_the_same_time(base: tuple[Storage
     class Slow(Datasets):
         """Lets a moment pass between the read of the present state and the write of the new one."""
 
-        def _put(self, manifest: Manifest) -> None:
+        def _put(self, manifest: DatasetManifest) -> None:
             threading.Event().wait(0.3)
             super()._put(manifest)
 

@@ -16,7 +16,7 @@ import pytest
 from distflow.documents.urls import StorageUrl, parse_url
 from distflow.errors import InputError, StorageError, StorageMissing, StorageRefused, StorageUnreachable
 from distflow.shell import Secret
-from distflow.storage.base import PART_BYTES, Entry, Sink, Store
+from distflow.storage.base import PART_BYTES, DataStore, Entry, Sink
 from distflow.storage.credentials import Credentials
 from distflow.storage.failures import Retries, TransferCanceled
 from distflow.storage.files import find_sources
@@ -342,7 +342,7 @@ class Reviving(threading.Event):
 class Watched:
     """Notes where reading begins."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: DataStore) -> None:
         self.store = store
         self.starts: list[int] = []
 

@@ -13,7 +13,7 @@ from distflow.cli.workflow.submission import wait_for_end
 from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.event_details import HangOver, HangSuspected
-from distflow.state.record import Event, Kept, WorkflowRecord
+from distflow.state.record import EventRecord, Kept, WorkflowRecord
 from distflow.structs import replace
 from distflow.testing.backend import Behavior
 from unit.cli.screen import Screen, assert_golden
@@ -162,7 +162,7 @@ def test_a_silent_gang_is_diagnosed_until_it_makes_progress(screen: Screen) -> N
     (over,) = [event for event in driver.events if isinstance(event.details, HangOver)]
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
 
-    def store(at: float, event: Event) -> None:
+    def store(at: float, event: EventRecord) -> None:
         screen.store.save([], [replace(event, at=at, workflow=record.uuid, group="training")])
 
     store(T0 + 60, silent)

@@ -13,7 +13,7 @@ from distflow.client.client import Client
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.protocol.ends import EndReason
 from distflow.state.event_details import CancelRequested
-from distflow.state.record import CancelRequest, End, Event, GroupRecord, TransferProgress
+from distflow.state.record import CancelRequest, End, EventRecord, GroupRecord, TransferProgress
 from distflow.structs import replace
 from unit.cli.screen import Screen, Terminal, assert_golden
 from unit.state.stored import (
@@ -146,7 +146,7 @@ def test_the_user_and_the_reason_of_a_cancel_are_shown(screen: Screen) -> None:
         failed_group(), cause=None, state=State.CANCELED, reason=Reason.CANCELED, message="canceled by bob: wrong data"
     )
     record = submit(screen.store, workflow([group], state=WorkflowState.CANCELED, reason=Reason.CANCELED))
-    event = Event(at=T0, details=CancelRequested(user="bob"), workflow=record.uuid)
+    event = EventRecord(at=T0, details=CancelRequested(user="bob"), workflow=record.uuid)
     screen.store.request_cancel(record.uuid, CancelRequest(at=T0, by="bob", message="wrong data"), event)
     screen.run("query", record.id)
     assert "Status       FAILED_CANCELED\n" in screen.out

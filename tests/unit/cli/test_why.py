@@ -15,8 +15,8 @@ from distflow.diagnosis.model import Hit, TaskOutcome, hits_in
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state import logs
-from distflow.state.event_details import CancelRequested, NodeReachable, NodeUnreachable
-from distflow.state.record import CancelRequest, End, Event, GroupRecord, WorkflowRecord
+from distflow.state.event_details import CancelRequested, NodeBecameReachable, NodeBecameUnreachable
+from distflow.state.record import CancelRequest, End, EventRecord, GroupRecord, WorkflowRecord
 from distflow.structs import replace
 from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
@@ -60,12 +60,12 @@ def failed(screen: Screen) -> WorkflowRecord:
     record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
     task_log(screen.directory, record, "bystander", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
     away = [
-        Event(at=T0 + at, details=details, workflow=record.uuid)
+        EventRecord(at=T0 + at, details=details, workflow=record.uuid)
         for at, details in (
-            (50, NodeUnreachable(node="master-node", error="no route to host\ntry the network")),
-            (60, NodeReachable(node="master-node")),
-            (70, NodeUnreachable(node="other-node", error="not one of ours")),
-            (500, NodeUnreachable(node="master-node", error="long after it")),
+            (50, NodeBecameUnreachable(node="master-node", error="no route to host\ntry the network")),
+            (60, NodeBecameReachable(node="master-node")),
+            (70, NodeBecameUnreachable(node="other-node", error="not one of ours")),
+            (500, NodeBecameUnreachable(node="master-node", error="long after it")),
         )
     ]
     screen.store.save([], away)
@@ -107,7 +107,7 @@ def test_programs_get_one_document(screen: Screen) -> None:
 def test_why_explains_the_state_if_nothing_failed(screen: Screen, record: WorkflowRecord, words: str) -> None:
     stored = submit(screen.store, record)
     if record.cancel is not None:
-        event = Event(at=T0, details=CancelRequested(user="ada"), workflow=stored.uuid)
+        event = EventRecord(at=T0, details=CancelRequested(user="ada"), workflow=stored.uuid)
         screen.store.request_cancel(stored.uuid, record.cancel, event)
     with supervised(screen.directory):
         assert screen.run("why", stored.id) == 0

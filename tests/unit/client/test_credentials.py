@@ -11,7 +11,7 @@ from distflow.errors import InputError
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
-from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.credentials import CredentialStore, CredentialType
 from distflow.state.directory import StateDirectory
 from distflow.structs import replace
 
@@ -29,7 +29,7 @@ def test_logins_are_gathered_for_pools_with_containers(
 ) -> None:
     directory = StateDirectory(tmp_path_factory.mktemp("state"))
     values = {key: Secret(value) for key, value in payload.items()} | {"registry": Secret("registry.example")}
-    Credentials(directory.credentials).set("images", CredentialType.REGISTRY, values)
+    CredentialStore(directory.credentials).set("images", CredentialType.REGISTRY, values)
     launch = Launch(task="t", lead=True, argv=("true",), environment={}, image="registry.example/a")
     plan = Plan(name="p", pool="x", groups=(GroupPlan(name="g", launches=(launch,)),))
     bare = Node(name="n", host="", root="", python="")

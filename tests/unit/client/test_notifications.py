@@ -32,7 +32,7 @@ from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
-from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.credentials import CredentialStore, CredentialType
 from distflow.state.event_details import NotificationFailed, NotificationSent
 from distflow.state.notices import Notice
 from distflow.state.record import WorkflowRecord
@@ -57,7 +57,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def set_url(client: Client, name: str, url: str, key: str = "url") -> None:
-    Credentials(client.directory.credentials).set(name, CredentialType.GENERIC, {key: Secret(url)})
+    CredentialStore(client.directory.credentials).set(name, CredentialType.GENERIC, {key: Secret(url)})
 
 
 def stored(client: Client, *targets: NotifyTarget, on: Trigger = Trigger.FAILED) -> WorkflowRecord:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from distflow.diagnosis.resources import RESOURCE_RULES, RankPace, ResourceUse, find_inefficiencies
-from distflow.state.samples import Samples
+from distflow.state.samples import ResourceSamples
 
 GIB = 1 << 30
 T0 = 1_700_000_000.0
@@ -29,7 +29,7 @@ def shortened(task: str, seconds: int, given: Mapping[str, Value]) -> ResourceUs
         for name, value in given.items()
     }
     limits = {"system/cpu/limit": 16.0, "system/memory/limit": 64.0 * GIB, "system/gpu0/memory_limit": 80.0 * GIB}
-    samples = Samples(task=task, attempt=0, times=[T0 + at for at in times], series=series, limits=limits)
+    samples = ResourceSamples(task=task, attempt=0, times=[T0 + at for at in times], series=series, limits=limits)
     return ResourceUse(node=f"{task}-node", samples=samples)
 
 

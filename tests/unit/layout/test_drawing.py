@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.layout.drawing import Bar, draw, draw_world, rank_text
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 
 
 def test_the_tutorials_layout() -> None:
     sizes = [("master", 0), ("worker", 8), ("worker-2", 16)]
     ranks = tuple(TaskRanks(task=name, offset=at, size=8, node_rank=at // 8) for name, at in sizes)
-    assert draw_world(World(world_size=24, tasks=ranks, style="flags")).splitlines() == [
+    assert draw_world(WorldLayout(world_size=24, tasks=ranks, style="flags")).splitlines() == [
         "ranks     0       8       16      24",
         "master    ########                    0-7",
         "worker            ########            8-15",

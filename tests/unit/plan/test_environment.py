@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.plan.environment import task_environment
 from distflow.spec.model import ResourceSpec
 
 
 def _environment(size: int = 8, tasks: int = 2, resource: ResourceSpec | None = None, **given: str) -> dict[str, str]:
     members = tuple(TaskRanks(task=f"t{i}", offset=i * size, size=size, node_rank=i) for i in range(tasks))
-    world = World(world_size=size * tasks, tasks=members, style="ranks")
+    world = WorldLayout(world_size=size * tasks, tasks=members, style="ranks")
     return task_environment(
         group="g", task="t1", ranks=members[1], world=world, resource=resource or ResourceSpec(), given=given
     )

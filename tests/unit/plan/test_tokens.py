@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.plan.tokens import paths_in_work, place_of, rewriter, uses_tmp
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
 MASTER = TaskRanks(task="master", offset=0, size=8, node_rank=0)
 WORKER = TaskRanks(task="worker", offset=8, size=8, node_rank=1)
-WORLD = World(world_size=16, tasks=(MASTER, WORKER), style="ranks")
+WORLD = WorldLayout(world_size=16, tasks=(MASTER, WORKER), style="ranks")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime.guard.kernel_log import Kill, Line, find_entries, kills, named_pids, parse, select_entries
+from distflow.runtime.guard.kernel_log import KernelLogLine, Kill, find_entries, kills, named_pids, parse, select_entries
 
 LINUX_6 = """\
 <4>[24532.387442] python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
@@ -115,7 +115,7 @@ def test_invalid_lines_are_ignored(text: str) -> None:
 
 
 def test_a_line_is_parsed_without_its_level() -> None:
-    assert parse("[    1.500000] Killed process 7 (a)") == [Line(1.5, "Killed process 7 (a)")]
+    assert parse("[    1.500000] Killed process 7 (a)") == [KernelLogLine(1.5, "Killed process 7 (a)")]
 
 
 def test_process_ids_are_found_in_the_last_lines_and_the_error_file(tmp_path: Path) -> None:

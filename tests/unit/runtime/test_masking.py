@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.runtime.files.masking import Mask, Stream, clean_error, memory, read_shared, share
+from distflow.runtime.files.masking import Mask, StreamMasker, clean_error, memory, read_shared, share
 
 KEY = "-----BEGIN KEY-----\nbase64line1234567890\nshort\nbase64line0987654321\n-----END KEY-----\n"
 
 
 def masked(values: list[str], *pieces: bytes) -> bytes:
-    stream = Stream(Mask(values))
+    stream = StreamMasker(Mask(values))
     return b"".join(stream.feed(piece) for piece in pieces) + stream.flush()
 
 
@@ -65,7 +65,7 @@ def _letters(data: bytes) -> bytes:
 
 
 def test_an_ordinary_line_is_not_delayed() -> None:
-    stream = Stream(Mask(["s3cret"]))
+    stream = StreamMasker(Mask(["s3cret"]))
     assert stream.feed(b"step 1\nsteps") == b"step 1\nstep"
     assert stream.holds
     assert stream.feed(b"!\n") == b"s!\n"
@@ -73,7 +73,7 @@ def test_an_ordinary_line_is_not_delayed() -> None:
 
 
 def test_the_rest_of_a_secret_is_masked_after_its_beginning_was_written() -> None:
-    stream = Stream(Mask(["s3cretvalue"]))
+    stream = StreamMasker(Mask(["s3cretvalue"]))
     assert stream.feed(b"key s3cret") == b"key "
     assert stream.flush() == b"s3cret"
     assert not stream.holds

@@ -15,10 +15,10 @@ from distflow.spec.model import Timeouts
 from distflow.state.directory import StateDirectory
 from distflow.state.event_details import Message
 from distflow.state.mirror import Mirror
-from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import Cause, End, EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
-from distflow.supervisor.process import Lock
+from distflow.supervisor.process import SupervisorLock
 
 T0 = 1_744_407_067.0
 """2025-04-11 21:31:07 UTC."""
@@ -156,7 +156,9 @@ def submit(
     """Store a workflow in its state, in one transaction; events are pairs of text and task."""
     plan, pool = plan_of(record), Pool(name=record.pool, backend=backend, nodes=())
     told = [
-        Event(at=T0 + 3 * number, details=Message(text=text), workflow=record.uuid, group="training", task=name, attempt=0)
+        EventRecord(
+            at=T0 + 3 * number, details=Message(text=text), workflow=record.uuid, group="training", task=name, attempt=0
+        )
         for number, (text, name) in enumerate(events)
     ]
     return store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool, events=told)
@@ -182,7 +184,7 @@ def task_log(directory: StateDirectory, record: WorkflowRecord, name: str, reads
 @contextmanager
 def supervised(directory: StateDirectory) -> Iterator[None]:
     """Hold the supervisor's lock, so that no command starts one."""
-    lock = Lock(directory)
+    lock = SupervisorLock(directory)
     assert lock.take()
     try:
         yield

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.errors import InputError, NotFound, StateError
 from distflow.shell import Secret
-from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.credentials import CredentialStore, CredentialType
 
 DATA = {"access_key_id": "id", "access_key": "hidden-value", "endpoint": "s3://bucket"}
 
@@ -23,7 +23,7 @@ def payload(**values: str) -> Mapping[str, Secret]:
 def test_a_credential_is_kept_for_its_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "credentials"
     folder.mkdir(mode=0o755)
-    kept = Credentials(folder)
+    kept = CredentialStore(folder)
     kept.set("wandb", CredentialType.GENERIC, payload(api_key="hidden-value"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {"wandb.json": 0o600}
@@ -34,7 +34,7 @@ def test_a_credential_is_kept_for_its_owner_only(tmp_path: Path) -> None:
 
 
 def test_a_missing_directory_has_no_credentials(tmp_path: Path) -> None:
-    kept = Credentials(tmp_path / "nothing")
+    kept = CredentialStore(tmp_path / "nothing")
     assert kept.all() == ()
     assert kept.find("wandb") is None
     assert kept.for_data("s3://bucket") is None
@@ -42,7 +42,7 @@ def test_a_missing_directory_has_no_credentials(tmp_path: Path) -> None:
 
 
 def test_a_generic_name_is_given_once(tmp_path: Path) -> None:
-    kept = Credentials(tmp_path)
+    kept = CredentialStore(tmp_path)
     kept.set("one", CredentialType.GENERIC, payload(key="first"))
     with pytest.raises(InputError, match="already"):
         kept.set("one", CredentialType.GENERIC, payload(key="second"))
@@ -57,7 +57,7 @@ def test_a_generic_name_is_given_once(tmp_path: Path) -> None:
 
 
 def test_a_data_credential_takes_the_place_of_the_one_with_its_endpoint(tmp_path: Path) -> None:
-    kept = Credentials(tmp_path)
+    kept = CredentialStore(tmp_path)
     kept.set("old", CredentialType.DATA, payload(**DATA))
     kept.set("other", CredentialType.DATA, payload(**DATA | {"endpoint": "gs://bucket/"}))
     kept.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "second"}))
@@ -74,13 +74,13 @@ def test_a_data_credential_takes_the_place_of_the_one_with_its_endpoint(tmp_path
 
 @pytest.mark.parametrize("profile", ["s3://b", "gs://b", "az://c", "azure://a", "tos://e/b", "swift://e/a"])
 def test_every_profile_can_have_a_credential(tmp_path: Path, profile: str) -> None:
-    kept = Credentials(tmp_path)
+    kept = CredentialStore(tmp_path)
     kept.set("one", CredentialType.DATA, payload(**DATA | {"endpoint": profile}))
     assert kept.for_data(profile) is not None
 
 
 def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
-    kept = Credentials(tmp_path)
+    kept = CredentialStore(tmp_path)
     kept.set("plain", CredentialType.REGISTRY, payload(auth="a"))
     kept.set("ours", CredentialType.REGISTRY, payload(auth="b", registry="registry.example", username="me"))
     plain, ours = kept.for_registry(""), kept.for_registry("registry.example")
@@ -117,7 +117,7 @@ def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
 def test_a_wrong_payload_is_refused_without_naming_a_value(
     tmp_path: Path, kind: CredentialType, values: Mapping[str, str], words: str
 ) -> None:
-    kept = Credentials(tmp_path / "credentials")
+    kept = CredentialStore(tmp_path / "credentials")
     with pytest.raises(InputError) as caught:
         kept.set("one", kind, {key: Secret(value) for key, value in values.items()})
     assert words in str(caught.value)
@@ -128,7 +128,7 @@ def test_a_wrong_payload_is_refused_without_naming_a_value(
 @pytest.mark.parametrize("name", ["", "1a", "a-", "../a", "a b", "ä", "a" * 65])
 def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="is not a valid name"):
-        Credentials(tmp_path).set(name, CredentialType.GENERIC, payload(key="value"))
+        CredentialStore(tmp_path).set(name, CredentialType.GENERIC, payload(key="value"))
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_damaged_file_is_named_and_not_quoted(tmp_path: Path, text: str) -> None:
     (tmp_path / "one.json").write_text(text)
     with pytest.raises(StateError) as caught:
-        Credentials(tmp_path).find("one")
+        CredentialStore(tmp_path).find("one")
     assert str(tmp_path / "one.json") in str(caught.value)
     assert "hidden-value" not in str(caught.value)
 
 
 def test_of_many_writers_one_wins(tmp_path: Path) -> None:
-    kept, lost = Credentials(tmp_path), []
+    kept, lost = CredentialStore(tmp_path), []
 
     def write(number: int) -> None:
         try:

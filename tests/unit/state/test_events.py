@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from distflow.state import event_details
-from distflow.state.event_details import EventDetails, Message, NodeUnreachable, read_details, write_fields
+from distflow.state.event_details import EventDetails, Message, NodeBecameUnreachable, read_details, write_fields
 from distflow.state.event_text import event_text
 
 KINDS: tuple[type[EventDetails], ...] = typing.get_args(EventDetails)
@@ -53,7 +53,7 @@ def test_a_kind_that_only_a_newer_distflow_knows_is_shown_by_its_code() -> None:
 
 
 def test_a_sentence_names_the_task_or_the_group() -> None:
-    down = NodeUnreachable(node="n1", error="no route")
+    down = NodeBecameUnreachable(node="n1", error="no route")
     assert event_text(down, group=None, task=None) == "n1: unreachable: no route"
     status = event_details.TaskStatus(status="FAILED", message="exit code 1")
     assert event_text(status, group="g", task="t") == "t: FAILED: exit code 1"

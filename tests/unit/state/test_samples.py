@@ -9,7 +9,7 @@ import pytest
 
 from distflow.state.logs import LogSource
 from distflow.state.mirror import Mirror
-from distflow.state.samples import Samples, last_samples, parse_samples, read_samples, thinned
+from distflow.state.samples import ResourceSamples, last_samples, parse_samples, read_samples, thinned
 
 HEADER = b'{"columns":["time","system/cpu/usage","system/gpu0/utilization"],"limits":{"system/cpu/limit":8}}'
 
@@ -97,7 +97,7 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
 
 def test_thinned_samples_are_means() -> None:
     values: list[float | None] = [1.0, 3.0, None, 5.0, None, None]
-    samples = Samples(task="t", attempt=0, times=[1, 2, 3, 4, 5, 6], series={"system/cpu/usage": values}, limits={})
+    samples = ResourceSamples(task="t", attempt=0, times=[1, 2, 3, 4, 5, 6], series={"system/cpu/usage": values}, limits={})
     few = thinned(samples, 3)
     assert (few.times, few.series) == ([2, 4, 6], {"system/cpu/usage": [2, 5, None]})
     assert thinned(samples, 6) is samples

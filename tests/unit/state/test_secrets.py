@@ -14,7 +14,7 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.state.event_details import Message
-from distflow.state.record import Event
+from distflow.state.record import EventRecord
 from distflow.state.secrets import gang_token, read_secrets, sweep_secrets, write_secrets
 from distflow.state.store import Store
 from distflow.structs import replace
@@ -45,7 +45,7 @@ def test_secrets_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
                 plan=Plan(name="digits", pool="lab", groups=()),
                 pool=Pool(name="lab", backend="local", nodes=()),
                 folder="",
-                events=[Event(at=T0, details=Message(kind="submitted", text=""), workflow=record.uuid)],
+                events=[EventRecord(at=T0, details=Message(kind="submitted", text=""), workflow=record.uuid)],
             )
             if state.is_final:
                 store.save([replace(store.find(record.uuid), state=state)], [])

@@ -15,7 +15,7 @@ import msgspec
 
 from distflow.backends.base import AttemptKey, Backend, Observation, Sink
 from distflow.layout.ranks import TaskRanks
-from distflow.layout.ranks import World as RankWorld
+from distflow.layout.ranks import WorldLayout as RankWorld
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.model import GroupPlan, Launch, Plan
@@ -26,12 +26,12 @@ from distflow.state.codec import encode
 from distflow.state.directory import StateDirectory
 from distflow.state.event_details import CancelRequested
 from distflow.state.mirror import Mirror
-from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import CancelRequest, Cause, EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from distflow.testing.backend import Behavior, FakeBackend
 from distflow.testing.transfers import FakeTransfers
 from distflow.testing.waiting import FakeClock
@@ -103,7 +103,7 @@ def group_plan(
     )
 
 
-def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
+def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> StoredWorkflow:
     """A workflow that was just submitted."""
     plan = Plan(name="w", pool="lab", groups=groups or (group_plan(),))
     record = WorkflowRecord(
@@ -117,7 +117,7 @@ def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
             for g in plan.groups
         ),
     )  # fmt: skip
-    return Workflow(record=record, plan=plan)
+    return StoredWorkflow(record=record, plan=plan)
 
 
 class Driver:
@@ -128,7 +128,7 @@ class Driver:
 
     def __init__(
         self,
-        *workflows: Workflow,
+        *workflows: StoredWorkflow,
         on: Pool | None = None,
         behavior: Callable[[AttemptKey], Behavior] = lambda _: Behavior(),
         clocks: Mapping[str, Clock] | None = None,
@@ -153,7 +153,7 @@ class Driver:
         self._pool_document = msgspec.Raw(encode(self.pool))
         """Encoded once, because the pool may have thousands of nodes."""
         self._plans: dict[str, Plan] = {}
-        self._workflows: dict[str, Workflow] = {}
+        self._workflows: dict[str, StoredWorkflow] = {}
         for one in workflows:
             self.add(one)
         self._open()
@@ -192,7 +192,7 @@ class Driver:
         self.seen.clear()
         self._open()
 
-    def add(self, one: Workflow) -> None:
+    def add(self, one: StoredWorkflow) -> None:
         """Submit a workflow."""
         document: Any = self._pool_document
         self.reader.submit(one.record, template="", spec="", plan=one.plan, pool=document, notify=one.notify)
@@ -201,7 +201,7 @@ class Driver:
     def cancel(self, uuid: str = "u1", *, force: bool = False, message: str = "") -> None:
         """Request the cancellation of a workflow, as the command line does."""
         request = CancelRequest(at=self.clock.now(), by="me", force=force, message=message)
-        event = Event(at=self.clock.now(), details=CancelRequested(user="me"), workflow=uuid)
+        event = EventRecord(at=self.clock.now(), details=CancelRequested(user="me"), workflow=uuid)
         self.reader.request_cancel(uuid, request, event)
 
     def rewrite(self, record: WorkflowRecord) -> None:
@@ -263,14 +263,16 @@ class Driver:
     # Contents of the store.
 
     @property
-    def workflows(self) -> Mapping[str, Workflow]:
+    def workflows(self) -> Mapping[str, StoredWorkflow]:
         """All workflows by uuid, in the order of their submission."""
         if self.reader.has_news() or len(self._workflows) != len(self._plans):
-            self._workflows = {uuid: Workflow(record=self.reader.find(uuid), plan=plan) for uuid, plan in self._plans.items()}
+            self._workflows = {
+                uuid: StoredWorkflow(record=self.reader.find(uuid), plan=plan) for uuid, plan in self._plans.items()
+            }
         return self._workflows
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[EventRecord]:
         """The events of all workflows, in order."""
         said = (event for uuid in self._plans for event in self.reader.events(uuid))
         events = [event for event in said if not isinstance(event.details, CancelRequested)]

@@ -8,7 +8,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
 from distflow.structs import replace
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -20,7 +20,7 @@ def _plan(tasks: int, **settings: object) -> GroupPlan:
     return group_plan(tasks=tasks, exit_actions=LOST, retry=Retry(limit=5, backoff_s=0.0), **settings)  # type: ignore[arg-type]
 
 
-def _elastic(most: int, least: int, wait_s: float = 60.0) -> Workflow:
+def _elastic(most: int, least: int, wait_s: float = 60.0) -> StoredWorkflow:
     smaller = tuple(_plan(size) for size in range(most - 1, least - 1, -1))
     return workflow(replace(_plan(most), smaller=smaller, smaller_after_s=wait_s))
 

@@ -11,7 +11,7 @@ from distflow.spec.model import InputSpec
 from distflow.state.record import GroupRecord
 from distflow.structs import replace
 from distflow.supervisor.commands import CollectOutput, CommandId
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from distflow.supervisor.transfers import archives
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -25,7 +25,7 @@ def small(name: str, *after: str, **settings: float) -> GroupPlan:
     return group_plan(name, 1, world=False, gpus=0, after=after, **settings)  # type: ignore[arg-type]
 
 
-def diamond() -> Workflow:
+def diamond() -> StoredWorkflow:
     """``left`` and ``right`` wait for ``top``, ``bottom`` for both."""
     return workflow(small("top"), small("left", "top"), small("right", "top"), small("bottom", "left", "right"))
 

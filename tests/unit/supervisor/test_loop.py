@@ -10,7 +10,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.pools.model import Pool
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
-from distflow.state.record import CancelRequest, DataKind, DataRef, Event, OrphanState, TransferRecord
+from distflow.state.record import CancelRequest, DataKind, DataRef, EventRecord, OrphanState, TransferRecord
 from distflow.storage.credentials import Identity
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S
@@ -221,7 +221,7 @@ def test_cancel_request_from_a_fast_clock_does_not_lengthen_waits(driver: Driver
     driver.settle()
     driver.backend.holds_outputs = True
     request = CancelRequest(at=driver.clock.now() + 3600.0, by="me")
-    driver.reader.request_cancel("u1", request, Event(at=0.0, details=CancelRequested(user=""), workflow="u1"))
+    driver.reader.request_cancel("u1", request, EventRecord(at=0.0, details=CancelRequested(user=""), workflow="u1"))
     driver.settle()
     assert not driver.record("u1").state.is_final
     driver.advance(CANCELED_S + 1.0)

@@ -9,9 +9,9 @@ from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.requirements import Requirements
 from distflow.errors import InputError
 from distflow.state.event_details import NotificationSent
-from distflow.state.record import Event
+from distflow.state.record import EventRecord
 from distflow.structs import replace
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -30,7 +30,7 @@ def driver() -> Driver:
     return Driver(on=pool(node("n1")), behavior=behave)
 
 
-def notified(one: Workflow, *targets: NotifyTarget) -> Workflow:
+def notified(one: StoredWorkflow, *targets: NotifyTarget) -> StoredWorkflow:
     return replace(one, notify=targets)
 
 
@@ -74,7 +74,7 @@ def test_a_long_wait_is_due_once_although_the_supervisor_is_killed(driver: Drive
     driver.advance(2.0)
     assert due(driver) == [(2, "waiting", "train/0"), (0, "waiting", "train/0")]
     for notice in driver.reader.notices():
-        sent = Event(at=driver.clock.now(), details=NotificationSent(on="waiting", target="ci"), workflow="u1")
+        sent = EventRecord(at=driver.clock.now(), details=NotificationSent(on="waiting", target="ci"), workflow="u1")
         driver.reader.finish_notice(notice, sent)
     for _ in range(2):
         driver.restart()

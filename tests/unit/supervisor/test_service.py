@@ -19,7 +19,7 @@ from distflow.errors import StateError, StoreTooNew, SupervisorError
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 from distflow.supervisor.process import (
-    Lock,
+    SupervisorLock,
     ensure_supervisor,
     is_running,
     open_wake_socket,
@@ -37,7 +37,7 @@ def test_supervisor_ends_when_only_unreadable_workflows_remain(tmp_path: Path) -
         submit(store, workflow([running_group()]))
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
     told, tell = os.pipe()
-    lock = Lock(directory)
+    lock = SupervisorLock(directory)
     assert lock.take()
     assert _serve(directory, _Starter(tell), lock)
     assert os.read(told, 64) == b"ready"
@@ -58,7 +58,7 @@ def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, m
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
     monkeypatch.setattr(Store, "has_notices", has_notices)
     told, tell = os.pipe()
-    lock = Lock(directory)
+    lock = SupervisorLock(directory)
     assert lock.take()
     assert _serve(directory, _Starter(tell), lock)
     os.close(told)
@@ -79,7 +79,7 @@ def test_removed_state_directory_is_logged_in_one_line(tmp_path: Path, capsys: p
 
 def test_a_lock_holds_although_its_file_was_removed(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
-    first, second = Lock(directory), Lock(directory)
+    first, second = SupervisorLock(directory), SupervisorLock(directory)
     assert first.take()
     directory.lock.unlink()
     assert is_running(directory)
@@ -95,7 +95,7 @@ def test_lock_of_an_earlier_version_on_the_file_alone_is_respected(tmp_path: Pat
     directory = StateDirectory(tmp_path).ensure()
     with directory.lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        lock = Lock(directory)
+        lock = SupervisorLock(directory)
         assert is_running(directory)
         assert not lock.take()
     assert lock.take()
@@ -139,7 +139,7 @@ def test_a_supervisor_of_this_or_a_newer_version_continues(tmp_path: Path, monke
     with holder(directory, "999.0 999\n", "distflow.supervisor") as process:
         assert stop_outdated_supervisor(directory) is None
         assert process.poll() is None
-    lock = Lock(directory)
+    lock = SupervisorLock(directory)
     assert lock.take()
     monkeypatch.setattr("distflow.supervisor.process._is_supervisor", lambda _: pytest.fail("it was taken for an old one"))
     assert stop_outdated_supervisor(directory) is None
@@ -205,7 +205,7 @@ def test_state_directory_without_sockets_works(tmp_path: Path) -> None:
     with Store(directory.store) as store:
         submit(store, workflow([running_group()]))
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
-    lock = Lock(directory)
+    lock = SupervisorLock(directory)
     assert lock.take()
     assert _serve(directory, _Starter(tell), lock)
     os.close(told)

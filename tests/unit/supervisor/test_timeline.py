@@ -6,8 +6,8 @@ import pytest
 
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
-from distflow.state.event_details import Message, NodeReachable, NodeUnreachable
-from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
+from distflow.state.event_details import Message, NodeBecameReachable, NodeBecameUnreachable
+from distflow.state.record import Cause, End, EventRecord, GroupRecord, TaskRecord
 from distflow.structs import replace
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments, show_end
 
@@ -66,10 +66,10 @@ def test_timeline_contains_only_one_attempt() -> None:
 def test_timeline_contains_only_events_of_its_nodes_and_time() -> None:
     task = replace(_task("a", Reason.EXIT_CODE), started_at=1.0)
     told = [
-        Event(at=5.0, details=NodeUnreachable(node="n-a", error="no route\nremedy"), workflow="u"),
-        Event(at=6.0, details=NodeUnreachable(node="n-b", error="another's"), workflow="u"),
-        Event(at=7.0, details=Message(text="n-a: RUNNING"), workflow="u"),
-        Event(at=99.0, details=NodeReachable(node="n-a"), workflow="u"),
+        EventRecord(at=5.0, details=NodeBecameUnreachable(node="n-a", error="no route\nremedy"), workflow="u"),
+        EventRecord(at=6.0, details=NodeBecameUnreachable(node="n-b", error="another's"), workflow="u"),
+        EventRecord(at=7.0, details=Message(text="n-a: RUNNING"), workflow="u"),
+        EventRecord(at=99.0, details=NodeBecameReachable(node="n-a"), workflow="u"),
     ]
     group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=CAUSE)
     assert [moment.text for moment in moments(group, 0, told, {})] == [

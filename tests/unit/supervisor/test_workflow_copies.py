@@ -21,11 +21,11 @@ from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import Plan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import DataSpec
 from distflow.state.codec import encode
-from distflow.state.record import Checkpoint, DataKind, DataRef, Saved, TransferRecord, WorkflowRecord
+from distflow.state.record import CheckpointRecord, DataKind, DataRef, Saved, TransferRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
-from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.snapshot import StoredWorkflow
 from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy, encode_copy, output_urls, read_copy, rebuild
 from distflow.testing.backend import Behavior
 from unit.state.stored import plan_of, running_group, submit, task, workflow
@@ -44,7 +44,7 @@ def record_and_plan() -> tuple[WorkflowRecord, Plan]:
         transfer_results=(
             TransferRecord(data=DataRef(DataKind.FETCH, 0), task="master", at=1.0, url="s3://b/x", digest=DIGEST),
         ),
-        checkpoints=(Checkpoint(task="master", number=0, digest=DIGEST),),
+        checkpoints=(CheckpointRecord(task="master", number=0, digest=DIGEST),),
         tasks=tuple(replace(one, attempt=1) for one in group.tasks),
     )
     record = replace(workflow([group], state=WorkflowState.RUNNING), id="digits-7", number=7)
@@ -78,7 +78,7 @@ def test_signature_detects_every_change_of_a_record(tmp_path: Path) -> None:
     other.mkdir()
     with Store(tmp_path / "store") as store:
         record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
-        told = Workflow(record=record, plan=plan_of(record))
+        told = StoredWorkflow(record=record, plan=plan_of(record))
         key = AttemptKey(workflow=record.uuid, group="training", attempt=0, task="master", node="n1")
         command = Prepare("lab", key)
         text = encode_copy(told, command, store, "laptop", mine)

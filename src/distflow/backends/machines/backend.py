@@ -1,7 +1,7 @@
 """The backend for plain machines: one agent per node, and gang leases across nodes.
 
 It handles nodes, attempts and the agent protocol (``docs/agent-protocol.md``), but neither states nor policy. Each node has
-one ``Connection``, which reconnects by itself. This module passes each command to the ``Connection`` of its node.
+one ``NodeConnection``, which reconnects by itself. This module passes each command to the ``NodeConnection`` of its node.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from distflow.backends.machines.checks.torch_search import TORCH_PROBE, why_no_t
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.destination import destination_of
 from distflow.backends.machines.connection.link import AgentLink
-from distflow.backends.machines.connection.node_connection import Connection, now
-from distflow.backends.machines.connection.transfers import Blob, Pace
+from distflow.backends.machines.connection.node_connection import NodeConnection, now
+from distflow.backends.machines.connection.transfers import Blob, TransferRate
 from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.outputs import Collector, Deliverer
 from distflow.documents.requirements import Requirements
@@ -89,7 +89,7 @@ class MachinesBackend:
         self._blobs = blobs
         self._sink = sink
         self._logs = logs
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, NodeConnection] = {}
         self._lock = threading.Lock()
         self._halts: dict[AttemptKey, threading.Event] = {}
         """Events of attempts that are being prepared. An event is set if its attempt is stopped, released or prepared again."""
@@ -108,7 +108,7 @@ class MachinesBackend:
         """Connect to these nodes, and stay connected."""
         for node in nodes:
             if node.name not in self._connections:
-                connection = Connection(self._pool, node, self._open_transport(node), self._sink, self._logs)
+                connection = NodeConnection(self._pool, node, self._open_transport(node), self._sink, self._logs)
                 self._connections[node.name] = connection
                 connection.begin()
 
@@ -166,7 +166,7 @@ class MachinesBackend:
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt. Its status reports the start."""
 
-        def answered(connection: Connection, answer: Mapping[str, Any] | DistflowError) -> None:
+        def answered(connection: NodeConnection, answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, AgentError):
                 self._refused(connection, key, answer)
             elif isinstance(answer, DistflowError):
@@ -178,7 +178,7 @@ class MachinesBackend:
         """Begin to stop an attempt. Its status reports the end."""
         self._halt(key)
 
-        def answered(connection: Connection, answer: Mapping[str, Any] | DistflowError) -> None:
+        def answered(connection: NodeConnection, answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
                 self._sink(Unanswered(at=now(), key=key))
             elif isinstance(answer, DistflowError):
@@ -192,7 +192,7 @@ class MachinesBackend:
         """Release the lease of an attempt that has not started."""
         self._halt(key)
 
-        def answered(connection: Connection, answer: Mapping[str, Any] | DistflowError) -> None:
+        def answered(connection: NodeConnection, answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
                 self._sink(Unanswered(at=now(), key=key))
             else:
@@ -245,7 +245,7 @@ class MachinesBackend:
         connection.send(op, partial(answered, connection), attempt=key.name, **fields)
 
     def _prepare(
-        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float,
+        self, connection: NodeConnection, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, stop_grace_s: float,
         memo: str, halt: threading.Event,
     ) -> None:  # fmt: skip
         try:
@@ -335,7 +335,7 @@ class MachinesBackend:
         if not build.halt.is_set():
             self._sink(seen)
 
-    def _not_prepared(self, connection: Connection, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
+    def _not_prepared(self, connection: NodeConnection, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
         if isinstance(error, NodeUnreachable):
             # The supervisor retries at once, and a restarting sshd refuses at once: avoid a busy loop.
             halt.wait(_PAUSE_S)
@@ -357,7 +357,7 @@ class MachinesBackend:
         return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
     def _fetch_inputs(
-        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, progress: Progress
+        self, connection: NodeConnection, key: AttemptKey, launch: BoundLaunch, secrets: TaskSecrets, progress: Progress
     ) -> None:
         """Let the node fetch its inputs. Raises ``_Relay`` for the first input that it cannot fetch itself."""
         for download in launch.downloads:
@@ -372,7 +372,7 @@ class MachinesBackend:
 
     def _progress_callback(self, key: AttemptKey, halt: threading.Event) -> Progress:
         """Return a progress callback, which reports the transfer and ends it if the attempt is no longer wanted."""
-        pace = Pace()
+        pace = TransferRate()
 
         def progress(done: int, total: int) -> None:
             if halt.is_set():
@@ -383,7 +383,7 @@ class MachinesBackend:
 
         return progress
 
-    def _stage(self, connection: Connection, launch: BoundLaunch, progress: Progress) -> None:
+    def _stage(self, connection: NodeConnection, launch: BoundLaunch, progress: Progress) -> None:
         blobs = {
             file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size, name=file.shown)
             for file in launch.files
@@ -394,7 +394,7 @@ class MachinesBackend:
 
     def _pull(
         self,
-        connection: Connection,
+        connection: NodeConnection,
         key: AttemptKey,
         launch: BoundLaunch,
         container: Container,
@@ -415,7 +415,7 @@ class MachinesBackend:
         finally:
             pulled.set()
 
-    def _check_torch(self, connection: Connection, launch: BoundLaunch) -> None:
+    def _check_torch(self, connection: NodeConnection, launch: BoundLaunch) -> None:
         """Raise ``InputError`` if the node's Python certainly has no torchrun. A check that succeeded is not repeated.
 
         If the node cannot answer, the start will report its error.
@@ -451,7 +451,7 @@ class MachinesBackend:
             return {"data": base64.b64encode((self._blobs / file.blob).read_bytes()).decode()}
         return {"blob": file.blob}
 
-    def _refused(self, connection: Connection, key: AttemptKey, error: AgentError) -> None:
+    def _refused(self, connection: NodeConnection, key: AttemptKey, error: AgentError) -> None:
         if error.kind == "not_found":
             # Runner and keeper gave up waiting or were killed: the lease is lost.
             connection.report(key, {"phase": "absent"})

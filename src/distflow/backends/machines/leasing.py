@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from distflow.backends.base import Leased, LeaseRefused, LeaseRequest, Sink
-from distflow.backends.machines.connection.node_connection import Connection, now
+from distflow.backends.machines.connection.node_connection import NodeConnection, now
 from distflow.documents.quantities import count_text
 from distflow.errors import AgentError, DistflowError
 from distflow.plan.model import Binding, TaskBinding
@@ -26,7 +26,7 @@ A gang's refusal is temporary if at least one node refuses for such a reason, ev
 class GangLease:
     """A gang's lease request. When all nodes have answered, it is granted or undone."""
 
-    def __init__(self, request: LeaseRequest, connections: Mapping[str, Connection], sink: Sink) -> None:
+    def __init__(self, request: LeaseRequest, connections: Mapping[str, NodeConnection], sink: Sink) -> None:
         self._request = request
         self._connections = connections
         self._sink = sink

@@ -18,8 +18,8 @@ from distflow.backends.base import (
     CollectUnanswered,
     Sink,
 )
-from distflow.backends.machines.connection.node_connection import Connection, now
-from distflow.backends.machines.connection.transfers import Pace
+from distflow.backends.machines.connection.node_connection import NodeConnection, now
+from distflow.backends.machines.connection.transfers import TransferRate
 from distflow.documents.text import report_bug
 from distflow.errors import AgentError, DistflowError, NodeUnreachable, TransportError
 from distflow.storage.base import Progress
@@ -88,7 +88,7 @@ class Collector:
 
     def collect(
         self,
-        connection: Connection,
+        connection: NodeConnection,
         key: AttemptKey,
         checkpoint: CheckpointRef | None,
         place: str | None,
@@ -156,7 +156,7 @@ class _ProgressReports:
         self._sink = sink
         self._was_packed = False
         self._first = 0
-        self._pace = Pace()
+        self._pace = TransferRate()
         self._pace.begin(0)
         self.has_moved = False
         """Whether this connection copied a part of the packed archive."""
@@ -189,7 +189,7 @@ class Deliverer:
         self._turns: dict[str, threading.Lock] = {}
 
     def deliver(
-        self, connection: Connection, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event,
+        self, connection: NodeConnection, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event,
         forward: Progress,
     ) -> Delivered:  # fmt: skip
         """Return when the whole output is uploaded. Waits for an unreachable node.

@@ -15,7 +15,7 @@ from distflow.documents.text import few, plain
 if TYPE_CHECKING:
     from distflow.state.metrics import Latest, Scalar
     from distflow.state.record import GroupRecord
-    from distflow.state.samples import Samples, Usage
+    from distflow.state.samples import ResourceSamples, Usage
 
 
 __all__ = [
@@ -181,7 +181,7 @@ def spark(values: Sequence[float], low: float = 0.0, high: float = 100.0) -> str
     return "".join(_BARS[min(len(_BARS) - 1, int(share * len(_BARS)))] for share in shares)
 
 
-def samples_table(samples: Sequence[tuple[Samples, Sequence[str]]]) -> str:
+def samples_table(samples: Sequence[tuple[ResourceSamples, Sequence[str]]]) -> str:
     """Return a table of named series of resource samples: the latest value, the mean and the largest value of each."""
     retried = any(one.attempt for one, _ in samples)
     rows = []

@@ -16,7 +16,7 @@ from distflow.lifecycle.states import State
 
 if TYPE_CHECKING:
     from distflow.client.overview import GpuState, NodeState, Overview
-    from distflow.client.workflows import WorkflowStatus
+    from distflow.client.workflows import WorkflowActivity
     from distflow.state.record import WorkflowRecord
 
 __all__ = ["overview_json", "overview_text"]
@@ -84,7 +84,7 @@ def _running(record: WorkflowRecord) -> int:
 
 
 def _workflow_row(
-    record: WorkflowRecord, number: int, status: WorkflowStatus, header: Sequence[str], now: float, paint: Paint
+    record: WorkflowRecord, number: int, status: WorkflowActivity, header: Sequence[str], now: float, paint: Paint
 ) -> tuple[str, ...]:
     """Return the row of a running task, or of a workflow without any. The first row also has the cells about the workflow."""
     begun = record.started_at if record.started_at is not None else record.submitted_at

@@ -12,7 +12,7 @@ from distflow.cli.render.workflow_text import NO_LINES, NO_REMEDIES, LastLines, 
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import times
 from distflow.lifecycle.states import State, still_awaited
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
+from distflow.state.record import Cause, EventRecord, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
 
 if TYPE_CHECKING:
     from distflow.plan.model import GroupPlan, Plan
@@ -123,7 +123,7 @@ def workflow_key(record: WorkflowRecord) -> dict[str, object]:
     return {"workflow_id": record.id, "workflow_uuid": record.uuid}
 
 
-def event_json(event: Event) -> dict[str, object]:
+def event_json(event: EventRecord) -> dict[str, object]:
     """Return an event for ``events --format-type json``."""
     return {
         "sequence": event.sequence,

@@ -24,7 +24,7 @@ from distflow.documents.quantities import bytes_text, count_text, duration, loca
 from distflow.documents.text import few, plain, ranges
 from distflow.lifecycle.exits import exit_text
 from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
-from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
+from distflow.state.record import Cause, EventRecord, GroupRecord, Priority, TaskRecord, WorkflowRecord
 
 __all__ = [
     "NO_LINES",
@@ -269,7 +269,7 @@ def missing_nodes(before: WorkflowRecord | None, after: WorkflowRecord, check: s
         yield f"  To use fewer or other nodes, cancel the workflow first: distflow workflow cancel {after.id}"
 
 
-def event_line(event: Event) -> str:
+def event_line(event: EventRecord) -> str:
     """Return an event in OSMO's format: ``2025/04/11 14:31:07 [worker] started on gpu2``."""
     if event.task is None:
         return f"{local_second(event.at)} {plain(event.text)}"

@@ -21,7 +21,7 @@ from distflow.cli.render.plots import plot
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.cli.workflow.records import AllAttemptsOption
 from distflow.client.measurements.metrics import Latest, Metric, MetricSeries, find_metrics, number
-from distflow.client.measurements.samples import Samples, find_samples
+from distflow.client.measurements.samples import ResourceSamples, find_samples
 from distflow.client.workflows import choose_tasks
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import count_text, iso, times
@@ -137,11 +137,11 @@ def metrics(
             _print_tables(record, found, printed, samples)
 
 
-ChosenSamples = tuple[Samples, Sequence[str]]
+ChosenSamples = tuple[ResourceSamples, Sequence[str]]
 """Resource samples with the names of their series to show."""
 
 
-def _choose(samples: Iterable[Samples], patterns: Collection[str]) -> list[ChosenSamples]:
+def _choose(samples: Iterable[ResourceSamples], patterns: Collection[str]) -> list[ChosenSamples]:
     """Return the samples that have series whose names match one of the patterns."""
     found: list[ChosenSamples] = []
     for one in samples:

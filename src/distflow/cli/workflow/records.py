@@ -21,7 +21,7 @@ from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import local_second, times
 from distflow.documents.text import plain_lines
 from distflow.errors import InputError
-from distflow.state.record import Event, WorkflowRecord
+from distflow.state.record import EventRecord, WorkflowRecord
 
 __all__ = ["AllAttemptsOption", "events_app", "events_document", "log_line_json", "logs_app", "spec_app"]
 
@@ -149,7 +149,7 @@ def events(
             print(json.dumps(event_json(event)) if format_type is Format.JSON else event_line(event), flush=follow)
 
 
-def events_document(record: WorkflowRecord, events: Iterable[Event]) -> dict[str, object]:
+def events_document(record: WorkflowRecord, events: Iterable[EventRecord]) -> dict[str, object]:
     """Return the JSON document of ``events``."""
     return {**workflow_key(record), "events": [event_json(event) for event in events]}
 

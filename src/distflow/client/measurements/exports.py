@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from distflow.errors import InputError
 from distflow.state.metrics import Metric, number
-from distflow.state.samples import Samples
+from distflow.state.samples import ResourceSamples
 
 __all__ = ["ChosenSamples", "write_mlflow", "write_tensorboard", "write_wandb"]
 
-ChosenSamples = Iterable[tuple[Samples, Collection[str]]]
+ChosenSamples = Iterable[tuple[ResourceSamples, Collection[str]]]
 """Resource samples with the names of their series to write."""
 
 _MLFLOW_BATCH = 1000

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.logs import Tasks, log_sources
-from distflow.state.samples import Samples, last_samples, read_samples, thinned
+from distflow.state.samples import ResourceSamples, last_samples, read_samples, thinned
 
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord
 
-__all__ = ["Samples", "find_samples"]
+__all__ = ["ResourceSamples", "find_samples"]
 
 
 def find_samples(
@@ -22,7 +22,7 @@ def find_samples(
     attempt: int | None = None,
     most: int | None = None,
     is_recent: bool = False,
-) -> list[Samples]:
+) -> list[ResourceSamples]:
     """Return the resource samples of tasks, one element for each attempt that has samples.
 
     Args:

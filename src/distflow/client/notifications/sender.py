@@ -30,7 +30,7 @@ from distflow.errors import DistflowError, NotifyError
 from distflow.state.directory import StateDirectory, try_lock
 from distflow.state.event_details import EventDetails, NotificationFailed, NotificationSent
 from distflow.state.notices import Notice
-from distflow.state.record import Event
+from distflow.state.record import EventRecord
 
 __all__ = ["main", "send_notices"]
 
@@ -209,7 +209,7 @@ class _Sender:
             if error
             else NotificationSent(on=notice.on.value, target=label)
         )
-        event = Event(at=now(), details=details, workflow=notice.workflow)
+        event = EventRecord(at=now(), details=details, workflow=notice.workflow)
         self._client.store.finish_notice(notice, event)
         _log(event.text)
 

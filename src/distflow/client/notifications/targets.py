@@ -18,7 +18,7 @@ from distflow.documents.problems import Problem, Severity, raise_errors
 from distflow.documents.text import did_you_mean
 from distflow.errors import DistflowError, InputError, NotFound
 from distflow.pools.model import Configuration
-from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.credentials import CredentialStore, CredentialType
 from distflow.state.directory import find_state_directory, write_profile
 
 __all__ = [
@@ -181,8 +181,8 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
-def _credentials(client: Client) -> Credentials:
+def _credentials(client: Client) -> CredentialStore:
     directory = find_state_directory(client.environ)
     if directory.credentials.exists():
         directory.check_owner()  # another user's credentials could send messages to that user's servers
-    return Credentials(directory.credentials)
+    return CredentialStore(directory.credentials)

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from distflow.client.spec_drafts.drafts import Draft, draft_command, draft_torchrun
 from distflow.documents.text import splitting_problem
 from distflow.errors import InputError
-from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
+from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands
 from distflow.structs import replace
 
 __all__ = ["draft_sbatch"]
@@ -329,7 +329,7 @@ def _read_body(script: _Script) -> None:
     _read_commands(script, read_commands(script.text), _slurm_variables(script.options))
 
 
-def _read_commands(script: _Script, commands: Sequence[Command], variables: dict[str, str | None]) -> None:
+def _read_commands(script: _Script, commands: Sequence[ShellCommand], variables: dict[str, str | None]) -> None:
     exported = {name for line in re.findall(r"\bexport\s+(.*)", script.text) for name in re.findall(r"([A-Za-z_]\w*)=", line)}
     for command in commands:
         for written, word in command.assignments:
@@ -369,7 +369,7 @@ def _slurm_variables(options: Mapping[str, str]) -> dict[str, str | None]:
     }  # fmt: skip
 
 
-def _read_command(script: _Script, command: Command, variables: dict[str, str | None]) -> None:
+def _read_command(script: _Script, command: ShellCommand, variables: dict[str, str | None]) -> None:
     program, raw = command.program, " ".join(word.raw for word in command.words)
     if program in _SETUP:
         script.setup.append(raw)
@@ -381,12 +381,12 @@ def _read_command(script: _Script, command: Command, variables: dict[str, str | 
         script.notes.append(f"{_line_of(script, command.words[0])}: `{raw[:100]}`: only one command is translated")
 
 
-def _reads_program(command: Command) -> bool:
+def _reads_program(command: ShellCommand) -> bool:
     """Return whether an interpreter reads its program from standard input (``python - <<END``), so it starts no training."""
     return len(command.words) > 1 and command.words[1].raw == "-"
 
 
-def _expanded(command: Command, variables: Mapping[str, str | None]) -> list[str]:
+def _expanded(command: ShellCommand, variables: Mapping[str, str | None]) -> list[str]:
     words = [one for word in command.words for one in word.divided(variables)]
     values = [(one.expanded(variables), one.raw) for one in words]
     return [raw.strip('"') if value is None else value for value, raw in values]

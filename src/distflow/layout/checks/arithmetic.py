@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from distflow.structs import replace
 
-__all__ = ["Edit", "Row", "Segment", "filled", "fits", "gaps_of", "overlaps_of", "segments", "single_edits", "tiles"]
+__all__ = ["Edit", "RankSegment", "Row", "filled", "fits", "gaps_of", "overlaps_of", "segments", "single_edits", "tiles"]
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Edit(Struct, frozen=True):
     value: int
 
 
-class Segment(Struct, frozen=True):
+class RankSegment(Struct, frozen=True):
     """The ranks from ``start`` up to but not including ``stop``, and the rows that claim them."""
 
     start: int
@@ -72,7 +72,7 @@ def fits(rows: Sequence[Row]) -> bool:
     return all(row.world_size in (None, total) for row in rows) and tiles(rows)
 
 
-def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment]:
+def segments(rows: Sequence[Row], world_size: int | None = None) -> list[RankSegment]:
     """Divide the claimed ranks and those below ``world_size`` into segments, each claimed by the same rows or by none."""
     intervals = filled(rows)
     edges = sorted({0, world_size or 0, *(edge for interval in intervals for edge in interval)})
@@ -81,25 +81,25 @@ def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment
     for index, (start, stop) in enumerate(intervals):
         opening.setdefault(start, []).append(index)
         closing.setdefault(stop, []).append(index)
-    parts: list[Segment] = []
+    parts: list[RankSegment] = []
     holders: set[int] = set()
     for start, stop in pairwise(edges):
         holders |= set(opening.get(start, ()))
         holders -= set(closing.get(start, ()))
         rows_here = tuple(sorted(holders))
         if parts and parts[-1].rows == rows_here:
-            parts[-1] = Segment(parts[-1].start, stop, rows_here)
+            parts[-1] = RankSegment(parts[-1].start, stop, rows_here)
         else:
-            parts.append(Segment(start, stop, rows_here))
+            parts.append(RankSegment(start, stop, rows_here))
     return parts
 
 
-def gaps_of(parts: Sequence[Segment]) -> list[Segment]:
+def gaps_of(parts: Sequence[RankSegment]) -> list[RankSegment]:
     """Return the parts, from rank 0, that no row claims."""
     return [part for part in parts if not part.rows and part.start >= 0]
 
 
-def overlaps_of(parts: Sequence[Segment]) -> list[Segment]:
+def overlaps_of(parts: Sequence[RankSegment]) -> list[RankSegment]:
     """Return the parts that more than one row claims."""
     return [part for part in parts if len(part.rows) > 1]
 

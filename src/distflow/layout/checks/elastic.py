@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 from distflow.documents.document import Text
 from distflow.documents.problems import Problem, errors_of
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.spec.model import Elastic, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import find_tokens
 from distflow.structs import replace
@@ -23,12 +23,12 @@ __all__ = ["remaining_tasks", "smaller_worlds"]
 _MOST_SIZES = 32
 """The maximum number of smaller worlds of a group: each one needs a separate plan."""
 
-Check = Callable[[GroupSpec], tuple[World | None, list[Problem]]]
+Check = Callable[[GroupSpec], tuple[WorldLayout | None, list[Problem]]]
 
 
 def smaller_worlds(
-    spec: WorkflowSpec, group: GroupSpec, world: World | None, check: Check
-) -> tuple[tuple[World, ...], list[Problem]]:
+    spec: WorkflowSpec, group: GroupSpec, world: WorldLayout | None, check: Check
+) -> tuple[tuple[WorldLayout, ...], list[Problem]]:
     """Return the smaller worlds that a group may run as, the largest first, and the problems with them.
 
     ``world`` is the whole world, and ``check`` is the function that checked it.
@@ -41,7 +41,7 @@ def smaller_worlds(
         return (), problems
     uncertain = {item.task for item in world.tasks[elastic.least :]}
     problems = [*_host_problems(group, uncertain), *_output_problems(spec, group, uncertain, world.tasks[: elastic.least])]
-    found: list[World] = []
+    found: list[WorldLayout] = []
     for size in reversed(range(elastic.least, len(world.tasks))):
         smaller = replace(group, tasks=remaining_tasks(group, world, size))
         one, wrong = check(smaller)
@@ -58,13 +58,13 @@ def smaller_worlds(
     return tuple(found), problems
 
 
-def remaining_tasks(group: GroupSpec, world: World, size: int) -> tuple[TaskSpec, ...]:
+def remaining_tasks(group: GroupSpec, world: WorldLayout, size: int) -> tuple[TaskSpec, ...]:
     """Return the first ``size`` tasks of a group's world, and all helpers, which hold no ranks."""
     left_out = {item.task for item in world.tasks[size:]}
     return tuple(task for task in group.tasks if task.name not in left_out)
 
 
-def _limit_problems(elastic: Elastic, world: World | None) -> list[Problem]:
+def _limit_problems(elastic: Elastic, world: WorldLayout | None) -> list[Problem]:
     if world is None:
         message = "`elastic` needs ranks, but the spec does not define how many ranks this group has"
         hint = "add `ranks: {size: N}` to its tasks"

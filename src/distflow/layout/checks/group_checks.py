@@ -1,4 +1,4 @@
-"""Check the ranks of every group of a spec, and return a ``World`` for each group with ranks, or its problems.
+"""Check the ranks of every group of a spec, and return a ``WorldLayout`` for each group with ranks, or its problems.
 
 Usually, one mistake causes one problem, at the line to change. The checks run in this order, and an error ends the checks that
 depend on it: the values of each task, which tasks have ranks, their ranks, the lead, the address and the port.
@@ -23,11 +23,11 @@ from types import MappingProxyType
 from distflow.documents.problems import Problem, Severity, errors_of
 from distflow.layout.checks.elastic import smaller_worlds
 from distflow.layout.checks.launchers import launcher_problems, restart_problems, uneven_problems
-from distflow.layout.checks.members import Member, and_list, change, place, ranks_field
+from distflow.layout.checks.members import WorldMember, and_list, change, place, ranks_field
 from distflow.layout.checks.spans import spans_world
 from distflow.layout.checks.torchrun import is_shared, torchrun_world
 from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Invocation, Known, TaskClaims, read_claims
-from distflow.layout.ranks import World, rank_label
+from distflow.layout.ranks import WorldLayout, rank_label
 from distflow.layout.strategy.model import group_strategy, unread_strategy
 from distflow.spec.model import GroupSpec, WorkflowSpec
 from distflow.structs import replace
@@ -46,12 +46,12 @@ _ABSENT_MODULES = MappingProxyType(
 """Modules that guides run with ``python -m`` although they do not exist."""
 
 
-def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
+def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, WorldLayout], tuple[Problem, ...]]:
     """Return the world of each group, by the group's name, and all problems.
 
     A group without ranks or with errors has no world.
     """
-    worlds: dict[str, World] = {}
+    worlds: dict[str, WorldLayout] = {}
     problems: list[Problem] = []
     has_regroup_hint = False
     for group in spec.groups:
@@ -74,12 +74,14 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     return MappingProxyType(worlds), tuple(problems)
 
 
-def _check_with_strategy(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> tuple[World | None, list[Problem]]:
+def _check_with_strategy(
+    spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str
+) -> tuple[WorldLayout | None, list[Problem]]:
     world, found = _check_group(spec, group, regroup_hint=regroup_hint)
     return world, found if errors_of(found) else [*found, *group_strategy(group, world)[1]]
 
 
-def _check_group(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> tuple[World | None, list[Problem]]:
+def _check_group(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> tuple[WorldLayout | None, list[Problem]]:
     claims = [read_claims(task, spec.resources.get(task.resource)) for task in group.tasks]
     started = launcher_problems(group, claims)
     problems = list(errors_of(started)) or [problem for item in claims for problem in _inside_one_task(item)]
@@ -117,7 +119,7 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, regroup_hint: str) -> 
 # -- members ----------------------------------------------------------------------------------------------------------
 
 
-def _members(claims: Sequence[TaskClaims]) -> list[Member]:
+def _members(claims: Sequence[TaskClaims]) -> list[WorldMember]:
     """Return the tasks that share the world: those with claims, and those that run the same program with too few flags."""
     alone = len(claims) == 1
     counted = {item.name: next(iter(_commands(item, alone=alone)), None) for item in claims}
@@ -135,7 +137,7 @@ def _members(claims: Sequence[TaskClaims]) -> list[Member]:
     for item in claims:
         command = counted[item.name] or next((other for other in item.others if other.program in programs), None)
         if command is not None or item.field is not None:
-            members.append(Member(claims=item, invocation=command))
+            members.append(WorldMember(claims=item, invocation=command))
     return members
 
 
@@ -187,9 +189,9 @@ def _difference(first: Invocation, other: Invocation) -> tuple[Claim, Claim] | N
     return None
 
 
-def _mixed(members: Sequence[Member]) -> list[Problem]:
+def _mixed(members: Sequence[WorldMember]) -> list[Problem]:
     """Return a problem if the tasks start their ranks in different ways, such as flags and torchrun."""
-    launchers: dict[str, Member] = {}
+    launchers: dict[str, WorldMember] = {}
     places: dict[str, Invocation] = {}
     for member in members:
         stated = member.invocation if member.invocation and member.invocation.launcher == "rank" else None
@@ -210,7 +212,7 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
     return [Problem(where=later.where, message=message, hint="start the ranks of all tasks of a group in the same way")]
 
 
-def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
+def _separate_worlds(members: Sequence[WorldMember]) -> list[Problem]:
     """Return a warning if several tasks run torchrun without any flag that connects them."""
     if len(members) < 2:
         return []
@@ -236,12 +238,12 @@ def _regroup_hint(spec: WorkflowSpec, group: GroupSpec) -> str:
 # -- rules over a whole world -----------------------------------------------------------------------------------------
 
 
-def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Problem]) -> list[Problem]:
+def _gpus(spec: WorkflowSpec, members: Sequence[WorldMember], before: Sequence[Problem]) -> list[Problem]:
     """Return problems of tasks with more ranks than GPUs, one for all tasks with the same resource and number of ranks.
 
     Numbers that ``before`` already reports are left out.
     """
-    over: dict[tuple[str, int], list[tuple[Member, Claim]]] = {}
+    over: dict[tuple[str, int], list[tuple[WorldMember, Claim]]] = {}
     for member in members:
         claim = member.literal("size") or member.literal("nproc_per_node")
         gpus = member.claims.gpus
@@ -265,7 +267,7 @@ def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Proble
     return problems
 
 
-def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
+def _lead(world: WorldLayout, members: Sequence[WorldMember], lead: str) -> list[Problem]:
     """Return a problem if a task other than the lead holds rank 0."""
     if world.master == lead:
         return []
@@ -285,7 +287,7 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
     return [Problem(where=claim.where if claim else master.where, message=message, hint=hint)]
 
 
-def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
+def _tokens(claims: Sequence[TaskClaims], world: WorldLayout | None) -> list[Problem]:
     """Return a problem for each task with a rank token that cannot be replaced."""
     problems = []
     inside = {item.task for item in world.tasks} if world is not None else set()
@@ -312,7 +314,7 @@ _LOCAL = re.compile(r"localhost(\.localdomain)?|127(\.\d+){0,3}|0\.0\.0\.0|\[?::
 _PORTS = range(1, 65536)
 
 
-def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
+def _address_problems(members: Sequence[WorldMember], master: str) -> list[Problem]:
     """Return a problem for each stated address of the master that is not, or may not be, that of the task ``master``."""
     names = {member.name for member in members}
     problems: list[Problem] = []
@@ -342,10 +344,10 @@ def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
     return problems
 
 
-def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
+def _check_port(members: Sequence[WorldMember]) -> tuple[int | None, list[Problem]]:
     """Return the world's port (``None`` if no task states a valid port), and a problem for each invalid or different port."""
     problems: list[Problem] = []
-    valid: list[tuple[Member, Claim, int]] = []
+    valid: list[tuple[WorldMember, Claim, int]] = []
     for member in members:
         for claim in _port_claims(member):
             text = _port_part(claim)
@@ -376,7 +378,7 @@ def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
     return right, problems
 
 
-def _addresses(member: Member) -> Iterator[Claim]:
+def _addresses(member: WorldMember) -> Iterator[Claim]:
     """Yield the claims of the master's address that apply: the command's flag, else the settings in environment or scripts.
 
     torchrun ignores these settings.
@@ -388,7 +390,7 @@ def _addresses(member: Member) -> Iterator[Claim]:
         yield from _settings_of(member, "master_addr")
 
 
-def _port_claims(member: Member) -> Iterator[Claim]:
+def _port_claims(member: WorldMember) -> Iterator[Claim]:
     endpoint = member.flags.get("rdzv_endpoint")
     if endpoint is not None:
         yield endpoint
@@ -398,7 +400,7 @@ def _port_claims(member: Member) -> Iterator[Claim]:
         yield from _settings_of(member, "master_port")
 
 
-def _settings_of(member: Member, key: str) -> Iterator[Claim]:
+def _settings_of(member: WorldMember, key: str) -> Iterator[Claim]:
     yield from (claim for claim in member.claims.settings if claim.key == key)
 
 

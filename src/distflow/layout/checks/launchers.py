@@ -11,7 +11,7 @@ from msgspec import Struct
 from distflow.documents.problems import Mark, Problem, Severity
 from distflow.layout.checks.members import and_list
 from distflow.layout.claims.task_claims import TaskClaims
-from distflow.layout.ranks import World
+from distflow.layout.ranks import WorldLayout
 from distflow.spec.model import GroupSpec, TaskSpec
 
 __all__ = ["PythonCommand", "launcher_problems", "python_command", "restart_problems", "uneven_problems"]
@@ -72,7 +72,7 @@ def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Pr
     return problems or _restarts(group)
 
 
-def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
+def uneven_problems(group: GroupSpec, world: WorldLayout) -> list[Problem]:
     """Return a problem if a framework that divides the ranks evenly gets tasks of different sizes."""
     if group.framework is None or group.framework.value not in _NEEDS_EVEN or len({item.size for item in world.tasks}) == 1:
         return []
@@ -143,7 +143,7 @@ def _restarts(group: GroupSpec) -> list[Problem]:
 # -- checkpoints and restarts -----------------------------------------------------------------------------------------
 
 
-def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
+def restart_problems(group: GroupSpec, world: WorldLayout | None) -> list[Problem]:
     """Return warnings about a ``shared`` directory that is never restored, and checkpoints of only some tasks of a world."""
     has_exit_codes = any(task.exit_actions.reschedule for task in group.tasks)
     can_restart = group.retry.limit > 0 and has_exit_codes

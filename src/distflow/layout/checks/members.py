@@ -1,4 +1,4 @@
-"""``Member``, a task of a world with its effective claims, and the parts of messages about it."""
+"""``WorldMember``, a task of a world with its effective claims, and the parts of messages about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distflow.layout.claims.task_claims import Claim, Invocation, Known, TaskCla
 from distflow.layout.drawing import Bar
 
 __all__ = [
-    "Member",
+    "WorldMember",
     "and_list",
     "bar",
     "change",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-class Member(Struct, frozen=True, kw_only=True):
+class WorldMember(Struct, frozen=True, kw_only=True):
     """A task of a world."""
 
     claims: TaskClaims
@@ -81,14 +81,14 @@ def change(claim: Claim, value: object) -> str:
     return f"write {claim.written(value)} instead of {claim.text}"
 
 
-def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: str = "") -> Bar:
+def bar(member: WorldMember, offset: int, size: int, *, marked: bool = False, note: str = "") -> Bar:
     """Return the member's line of the drawing."""
     claim = member.effective("offset") or member.effective("node_rank") or member.effective("size")
     where = claim.where if claim is not None else member.where
     return Bar(name=member.name, offset=offset, size=size, note=note, place=place(where), marked=marked)
 
 
-def wrong_literals(members: Sequence[Member], least: Mapping[str, int]) -> list[tuple[Claim, Problem]]:
+def wrong_literals(members: Sequence[WorldMember], least: Mapping[str, int]) -> list[tuple[Claim, Problem]]:
     """Return the literal claims of keys in ``least`` that are below the minimum or not whole numbers, each with its problem."""
     wrong = []
     for member in members:
@@ -107,7 +107,7 @@ def wrong_literals(members: Sequence[Member], least: Mapping[str, int]) -> list[
     return wrong
 
 
-def _no_number(member: Member, claim: Claim) -> Problem:
+def _no_number(member: WorldMember, claim: Claim) -> Problem:
     hint = f"write a number, such as {claim.written(0 if claim.key in {'offset', 'node_rank'} else 8)}"
     if "$" in claim.value:
         hint += "; no shell replaces the variable, because the command does not run in one (use command: [bash, -c, ...])"
@@ -115,7 +115,7 @@ def _no_number(member: Member, claim: Claim) -> Problem:
     return Problem(where=claim.where, message=message, hint=hint)
 
 
-def unknown_warning(member: Member, claim: Claim, assumed: int | None) -> Problem:
+def unknown_warning(member: WorldMember, claim: Claim, assumed: int | None) -> Problem:
     """Return the warning for a value that is known only when the task runs."""
     taken = f"; distflow assumes {assumed}" if assumed is not None else ""
     is_undefined = claim.key in {"size", "nproc_per_node"} and member.claims.field is None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from distflow.documents.problems import Problem
 from distflow.layout.checks.arithmetic import (
     Edit,
+    RankSegment,
     Row,
-    Segment,
     filled,
     fits,
     gaps_of,
@@ -18,7 +18,7 @@ from distflow.layout.checks.arithmetic import (
     tiles,
 )
 from distflow.layout.checks.members import (
-    Member,
+    WorldMember,
     and_list,
     bar,
     change,
@@ -30,13 +30,15 @@ from distflow.layout.checks.members import (
 )
 from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Known
 from distflow.layout.drawing import draw, rank_text
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.structs import replace
 
 __all__ = ["contradictions", "spans_world", "undefined_size"]
 
 
-def spans_world(members: Sequence[Member], *, style: str, regroup_hint: str = "") -> tuple[World | None, list[Problem]]:
+def spans_world(
+    members: Sequence[WorldMember], *, style: str, regroup_hint: str = ""
+) -> tuple[WorldLayout | None, list[Problem]]:
     """Return the world of ``members`` (the lead first) if their ranks form one, and all problems with their ranks.
 
     ``regroup_hint`` is a hint for a group of one task that claims only a part of a world.
@@ -56,11 +58,11 @@ def spans_world(members: Sequence[Member], *, style: str, regroup_hint: str = ""
         TaskRanks(task=member.name, offset=start, size=stop - start, node_rank=index)
         for index, ((start, stop), member) in enumerate(placed)
     )
-    world = World(world_size=total, tasks=tasks, style=style)
+    world = WorldLayout(world_size=total, tasks=tasks, style=style)
     return world, [*contradictions(members, world), *_unknown(members, sizes, world)]
 
 
-def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
+def contradictions(members: Sequence[WorldMember], world: WorldLayout) -> list[Problem]:
     """Return a problem for each number that differs from the world, in tasks with both a ``ranks`` field and other claims."""
     problems = []
     for member in members:
@@ -80,7 +82,7 @@ def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
     return problems
 
 
-def _out_of_bounds(members: Sequence[Member]) -> list[Problem]:
+def _out_of_bounds(members: Sequence[WorldMember]) -> list[Problem]:
     """Return the problems of impossible values. The hint contains the right value if it follows from the other values."""
     wrong = wrong_literals(members, {"offset": 0, "size": 1, "world_size": 1})
     problems = [problem for _, problem in wrong]
@@ -95,7 +97,7 @@ def _out_of_bounds(members: Sequence[Member]) -> list[Problem]:
     return problems
 
 
-def _row(member: Member, size: int) -> Row:
+def _row(member: WorldMember, size: int) -> Row:
     return Row(
         offset=member.number("offset"),
         size=size,
@@ -105,9 +107,9 @@ def _row(member: Member, size: int) -> Row:
     )
 
 
-def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
+def _same_for_replicas(members: Sequence[WorldMember]) -> list[Problem]:
     """Return a problem for each line of the spec that states one offset for several replicas."""
-    lines: dict[tuple[object, str], list[Member]] = {}
+    lines: dict[tuple[object, str], list[WorldMember]] = {}
     for member in members:
         claim = member.literal("offset")
         if claim is not None and member.claims.task.replica is not None:
@@ -127,7 +129,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
     return problems
 
 
-def _missing(members: Sequence[Member]) -> list[Problem]:
+def _missing(members: Sequence[WorldMember]) -> list[Problem]:
     """Return a problem for each command that lacks a flag or has an undefined size, unless its task has a ``ranks`` field."""
     problems = []
     stated = {number for member in members if (number := member.number("world_size"))}
@@ -157,13 +159,13 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
     return problems
 
 
-def undefined_size(member: Member, claim: Claim, hint: str) -> Problem:
+def undefined_size(member: WorldMember, claim: Claim, hint: str) -> Problem:
     """Return the problem that a token stands for a number of ranks that the task does not define."""
     message = f"{member.name}: distflow cannot compute {claim.text}, because the task's number of ranks is not defined"
     return Problem(where=claim.where, message=message, hint=hint)
 
 
-def _sizes(members: Sequence[Member]) -> list[int | None]:
+def _sizes(members: Sequence[WorldMember]) -> list[int | None]:
     """Return each task's size, ``None`` if unknown.
 
     A ``ranks`` field without a size means one rank for each GPU, or one rank without GPUs. If then one size is missing and the
@@ -182,7 +184,7 @@ def _sizes(members: Sequence[Member]) -> list[int | None]:
     return [member.claims.gpus or None if size is None else size for member, size in zip(members, sizes, strict=True)]
 
 
-def _unknown(members: Sequence[Member], sizes: Sequence[int | None], world: World | None) -> list[Problem]:
+def _unknown(members: Sequence[WorldMember], sizes: Sequence[int | None], world: WorldLayout | None) -> list[Problem]:
     problems = []
     for member, size in zip(members, sizes, strict=True):
         for claim in member.flags.values():
@@ -199,7 +201,7 @@ def _unknown(members: Sequence[Member], sizes: Sequence[int | None], world: Worl
 class _Mistake:
     """A layout whose ranks do not add up, and the problems to report about it."""
 
-    def __init__(self, members: Sequence[Member], rows: Sequence[Row], regroup_hint: str) -> None:
+    def __init__(self, members: Sequence[WorldMember], rows: Sequence[Row], regroup_hint: str) -> None:
         self.members, self.rows, self.regroup_hint = members, rows, regroup_hint
         self.intervals = filled(rows)
         self.total = sum(row.size for row in rows)
@@ -248,14 +250,14 @@ class _Mistake:
             problems.append(Problem(where=claim.where, message=message, hint=hint, drawing=drawing))
         return problems
 
-    def _absent(self) -> Segment | None:
+    def _absent(self) -> RankSegment | None:
         """Return the ranks of a task that seems to be missing, if one gap is the only mistake."""
         if self.agreed is None or self.overlaps or len(self.gaps) != 1:
             return None
         beyond = any(stop > self.agreed or start < 0 for start, stop in self.intervals)
         return None if beyond else self.gaps[0]
 
-    def _task_absent(self, gap: Segment, edits: list[Edit]) -> Problem:
+    def _task_absent(self, gap: RankSegment, edits: list[Edit]) -> Problem:
         size = gap.stop - gap.start
         add = f"add a task with {self._flags(gap.start, size, self.agreed)}"
         if self.members[0].invocation is None:

@@ -18,7 +18,7 @@ from itertools import accumulate, islice
 
 from distflow.documents.problems import Problem, Severity
 from distflow.layout.checks.members import (
-    Member,
+    WorldMember,
     and_list,
     bar,
     change,
@@ -31,7 +31,7 @@ from distflow.layout.checks.members import (
 from distflow.layout.checks.spans import contradictions, spans_world, undefined_size
 from distflow.layout.claims.task_claims import Claim, Known
 from distflow.layout.drawing import draw
-from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.ranks import TaskRanks, WorldLayout
 
 __all__ = ["is_shared", "torchrun_world"]
 
@@ -39,7 +39,7 @@ _MAX_NAMED = 3
 """The maximum number of node ranks that a message lists. It gives only the number of the others."""
 
 
-def is_shared(members: Sequence[Member]) -> bool:
+def is_shared(members: Sequence[WorldMember]) -> bool:
     """Return whether the tasks form one world: at least one has a ``ranks`` field, or a torchrun flag about other nodes."""
     if any(member.claims.field is not None for member in members):
         return True
@@ -52,7 +52,7 @@ def is_shared(members: Sequence[Member]) -> bool:
     return False
 
 
-def torchrun_world(members: Sequence[Member], *, regroup_hint: str = "") -> tuple[World | None, list[Problem]]:
+def torchrun_world(members: Sequence[WorldMember], *, regroup_hint: str = "") -> tuple[WorldLayout | None, list[Problem]]:
     """Return the world of ``members`` (the lead first) if their ranks form one, and all problems with their ranks.
 
     ``regroup_hint`` is a hint for a group of one task that claims only a part of a world.
@@ -62,7 +62,7 @@ def torchrun_world(members: Sequence[Member], *, regroup_hint: str = "") -> tupl
     if problems:
         return None, problems
     if all(member.claims.field is not None for member in members):
-        fields = [Member(claims=member.claims, invocation=None) for member in members]
+        fields = [WorldMember(claims=member.claims, invocation=None) for member in members]
         world, problems = spans_world(fields, style="ranks")
         return world, [*problems, *(contradictions(members, world) if world else [])]
     sizes, problems = _sizes(members)
@@ -85,7 +85,7 @@ def _upper(claim: Claim) -> int | None:
     return int(ranged.group(1)) if ranged else claim.number
 
 
-def _without_words(member: Member) -> Member:
+def _without_words(member: WorldMember) -> WorldMember:
     """Return the member without its valid claims that are not numbers: ``1:4`` nodes, ``gpu`` processes."""
     if member.invocation is None:
         return member
@@ -93,11 +93,11 @@ def _without_words(member: Member) -> Member:
     claims = {key: claim for key, claim in member.flags.items() if not (key in words and re.fullmatch(words[key], claim.value))}
     invocation = member.invocation
     kept = type(invocation)(launcher=invocation.launcher, program=invocation.program, where=invocation.where, claims=claims)
-    return Member(claims=member.claims, invocation=kept)
+    return WorldMember(claims=member.claims, invocation=kept)
 
 
-def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
-    lines: dict[tuple[object, str], list[Member]] = {}
+def _same_for_replicas(members: Sequence[WorldMember]) -> list[Problem]:
+    lines: dict[tuple[object, str], list[WorldMember]] = {}
     for member in members:
         claim = member.literal("node_rank")
         if claim is not None and member.claims.task.replica is not None:
@@ -114,7 +114,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
     return problems
 
 
-def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
+def _sizes(members: Sequence[WorldMember]) -> tuple[list[int | None], list[Problem]]:
     """Return the number of processes of each task, and a problem for each unknown number."""
     sizes: list[int | None] = []
     problems: list[Problem] = []
@@ -138,18 +138,18 @@ def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
     return sizes, problems
 
 
-def _claimed(members: Sequence[Member]) -> dict[int, int]:
+def _claimed(members: Sequence[WorldMember]) -> dict[int, int]:
     """Return the stated node ranks, by the member's index."""
     return {index: number for index, m in enumerate(members) if (number := m.number("node_rank")) is not None}
 
 
-def _filled(members: Sequence[Member], claimed: Mapping[int, int]) -> list[int]:
+def _filled(members: Sequence[WorldMember], claimed: Mapping[int, int]) -> list[int]:
     """Return every member's node rank. Members without a stated node rank take the lowest free ones, the lead first."""
     free = (rank for rank in range(2 * len(members) + 1) if rank not in set(claimed.values()))
     return [claimed[index] if index in claimed else next(free) for index in range(len(members))]
 
 
-def _dynamic_rendezvous(members: Sequence[Member]) -> list[Problem]:
+def _dynamic_rendezvous(members: Sequence[WorldMember]) -> list[Problem]:
     """Return a warning if torchrun's dynamic rendezvous numbers the nodes; nothing for the static rendezvous."""
     for member in members:
         backend = member.flags.get("rdzv_backend")
@@ -165,7 +165,7 @@ def _dynamic_rendezvous(members: Sequence[Member]) -> list[Problem]:
     return []
 
 
-def _unknown(members: Sequence[Member], world: World) -> list[Problem]:
+def _unknown(members: Sequence[WorldMember], world: WorldLayout) -> list[Problem]:
     problems = []
     for member in members:
         right = {"nnodes": len(world.tasks), "node_rank": world.of(member.name).node_rank}
@@ -181,7 +181,7 @@ def _unknown(members: Sequence[Member], world: World) -> list[Problem]:
 class _Nodes:
     """The nodes of a torchrun world, as its tasks claim them."""
 
-    def __init__(self, members: Sequence[Member], sizes: Sequence[int], node_ranks: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[WorldMember], sizes: Sequence[int], node_ranks: Sequence[int]) -> None:
         self.members, self.sizes, self.node_ranks = members, sizes, node_ranks
         uppers = [_upper(claim) if (claim := member.flags.get("nnodes")) else None for member in members]
         self.nnodes = uppers
@@ -192,7 +192,7 @@ class _Nodes:
         self.ranks = "node ranks" if self.uses_torchrun else "ranks"
         """The word for the numbers in messages."""
 
-    def world(self) -> World:
+    def world(self) -> WorldLayout:
         """Return the layout. Each node rank must be held by exactly one task."""
         order = sorted(range(self.count), key=lambda index: self.node_ranks[index])
         tasks, offset = [], 0
@@ -202,7 +202,7 @@ class _Nodes:
             offset += size
         has_field = any(member.claims.field is not None for member in self.members)
         style = "ranks" if has_field else "torchrun" if self.uses_torchrun else "flags"
-        return World(world_size=offset, tasks=tuple(tasks), style=style)
+        return WorldLayout(world_size=offset, tasks=tuple(tasks), style=style)
 
     @property
     def absent(self) -> list[int]:

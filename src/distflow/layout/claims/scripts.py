@@ -12,10 +12,10 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from distflow.documents.problems import Mark
-from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
+from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands
 from distflow.spec.model import TaskSpec, Text
 
-__all__ = ["COMPUTED", "Line", "base_name", "lines_of", "nested", "variables_of"]
+__all__ = ["COMPUTED", "ScriptLine", "base_name", "lines_of", "nested", "variables_of"]
 
 COMPUTED = MappingProxyType(
     {
@@ -31,10 +31,10 @@ COMPUTED = MappingProxyType(
 """Variables that distflow sets for the tasks of a world, each with the token of the same value."""
 
 
-class Line(Struct, frozen=True):
+class ScriptLine(Struct, frozen=True):
     """A command, the text of the spec that contains it, and whether a shell reads it."""
 
-    command: Command
+    command: ShellCommand
     text: Text
     """The text that contains the command."""
     base: int
@@ -47,7 +47,7 @@ class Line(Struct, frozen=True):
         return self.text.mark_at(min(self.base + word.offset, len(self.text.value)))
 
 
-def lines_of(task: TaskSpec) -> Iterator[Line]:
+def lines_of(task: TaskSpec) -> Iterator[ScriptLine]:
     """Yield the commands of a task: those of its argv, then those of the shell scripts that it mentions."""
     argv = (*task.command, *task.args)
     words = tuple(
@@ -58,7 +58,7 @@ def lines_of(task: TaskSpec) -> Iterator[Line]:
     mentions = "\n".join(item.value for item in argv)
     if words:
         # Each word of argv may have its own line in the spec.
-        line = Line(Command(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
+        line = ScriptLine(ShellCommand(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
         yield line
         yield from nested(line)
     waiting = [file for file in task.files if _is_shell(file.path.value, file.contents, started)]
@@ -72,12 +72,12 @@ def lines_of(task: TaskSpec) -> Iterator[Line]:
                 reached = True
                 mentions += "\n" + contents.value
                 for command in read_commands(contents.value):
-                    line = Line(command, contents, 0, expands=True)
+                    line = ScriptLine(command, contents, 0, expands=True)
                     yield line
                     yield from nested(line)
 
 
-def nested(line: Line) -> Iterator[Line]:
+def nested(line: ScriptLine) -> Iterator[ScriptLine]:
     """Yield the commands of the script in ``sh -c SCRIPT``."""
     word = _script_in(line.command.words)
     if word is None:
@@ -86,7 +86,7 @@ def nested(line: Line) -> Iterator[Line]:
     source = word.raw[1:-1] if line.expands and word.has_variables and word.raw[:1] == '"' else text
     base = line.base + word.offset + (1 if line.expands and word.raw[:1] in "\"'" else 0)
     for command in read_commands(source):
-        inner = Line(command, line.text, base, expands=True)
+        inner = ScriptLine(command, line.text, base, expands=True)
         yield inner
         yield from nested(inner)
 
@@ -138,7 +138,7 @@ def _is_shell(path: str, contents: Text | None, started: set[str]) -> bool:
     return name in started or name.rpartition(".")[2] in SHELLS
 
 
-def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]:
+def variables_of(task: TaskSpec, lines: Iterable[ScriptLine]) -> dict[str, str | None]:
     """Return the values of variables that distflow, the environment or scripts set; ``None`` if unknown or ambiguous."""
     known: dict[str, str | None] = dict(COMPUTED)
     known.update({name: text.value for name, text in task.environment.items()})

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from distflow.structs import replace
 
-__all__ = ["SHELLS", "TOKEN", "Command", "Word", "read_commands"]
+__all__ = ["SHELLS", "TOKEN", "ShellCommand", "Word", "read_commands"]
 
 SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "ash"})
 TOKEN = re.compile(r"\{\{\s*([a-z_]+)(?::\s*([^}\s]+))?\s*\}\}")
@@ -115,7 +115,7 @@ class Word(Struct, frozen=True, kw_only=True):
         return Word(raw=self.raw[count:], offset=self.offset + count, parts=parts)
 
 
-class Command(Struct, frozen=True, kw_only=True):
+class ShellCommand(Struct, frozen=True, kw_only=True):
     """A simple command: ``A=1 python3 train.py --size 8`` has one assignment and four words."""
 
     words: tuple[Word, ...]
@@ -129,7 +129,7 @@ class Command(Struct, frozen=True, kw_only=True):
         return self.words[0].literal.rpartition("/")[2] if self.words else ""
 
 
-def read_commands(text: str) -> tuple[Command, ...]:
+def read_commands(text: str) -> tuple[ShellCommand, ...]:
     """Return all simple commands of a shell text in order, regardless of the loops and branches around them."""
     return tuple(_Reader(text).commands())
 
@@ -150,7 +150,7 @@ class _Reader(Struct):
     heredocs: list[tuple[str, bool]] = field(default_factory=list)
     """Delimiters whose bodies begin after this line, and whether a shell reads the body."""
 
-    def commands(self) -> Iterator[Command]:
+    def commands(self) -> Iterator[ShellCommand]:
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == "\\":
@@ -295,21 +295,21 @@ class _Reader(Struct):
             self.words[count:] = [Word(raw=self.text[start : self.at + 1], offset=start, parts=tuple(parts))]
             self.array = None
 
-    def _end_command(self) -> Iterator[Command]:
+    def _end_command(self) -> Iterator[ShellCommand]:
         self._end_word()
         command = _command(self.words)
         self.words, self.skip_next, self.array = [], False, None
         if command.words or command.assignments:
             yield command
 
-    def _arithmetic(self) -> Iterator[Command]:
+    def _arithmetic(self) -> Iterator[ShellCommand]:
         """Skip all of ``((…))`` except its last character, and yield a command that sets its variables to unknown values."""
         found = _ARITHMETIC.match(self.text, self.at)
         if found:
             unknown = Word(raw="", offset=self.at, parts=(_Variable(""),))
             self.at = found.end() - 1
             if names := [before or after for before, after in _SET.findall(found.group())]:
-                yield Command(words=(), assignments=tuple((name, unknown) for name in names))
+                yield ShellCommand(words=(), assignments=tuple((name, unknown) for name in names))
 
     def _to_line_end(self) -> None:
         end = self.text.find("\n", self.at)
@@ -328,7 +328,7 @@ class _Reader(Struct):
             self.at += 1
         self.skip_next = True
 
-    def _bodies(self) -> Iterator[Command]:
+    def _bodies(self) -> Iterator[ShellCommand]:
         """Skip the here-documents that begin here. If a shell reads one of them, yield its commands."""
         for delimiter, feeds_a_shell in self.heredocs:
             end = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*\r?$", re.MULTILINE).search(self.text, self.at)
@@ -341,7 +341,7 @@ class _Reader(Struct):
         self.heredocs = []
 
 
-def _command(words: list[Word]) -> Command:
+def _command(words: list[Word]) -> ShellCommand:
     """Return a command's assignments, program and arguments, without words such as ``if`` and ``sudo`` before the program."""
     assignments: list[tuple[str, Word]] = []
     rest = list(words)
@@ -365,4 +365,4 @@ def _command(words: list[Word]) -> Command:
         names = rest[1:2] if rest[0].literal != "read" else rest[1:]
         assignments += [(item.literal, unknown) for item in names if _NAME.fullmatch(item.literal)]
         rest = []
-    return Command(words=tuple(rest), assignments=tuple(assignments))
+    return ShellCommand(words=tuple(rest), assignments=tuple(assignments))

@@ -34,8 +34,8 @@ import msgspec
 from msgspec import Struct
 
 from distflow.documents.problems import Mark
-from distflow.layout.claims.scripts import COMPUTED, Line, base_name, lines_of, nested, variables_of
-from distflow.layout.claims.shell_commands import TOKEN, Command, Word
+from distflow.layout.claims.scripts import COMPUTED, ScriptLine, base_name, lines_of, nested, variables_of
+from distflow.layout.claims.shell_commands import TOKEN, ShellCommand, Word
 from distflow.spec.model import ResourceSpec, TaskSpec
 from distflow.spec.tokens import RANK_TOKENS, find_tokens
 from distflow.structs import replace
@@ -182,7 +182,7 @@ def _field(task: TaskSpec) -> Mapping[str, Claim] | None:
 # -- claims of one command --------------------------------------------------------------------------------------------
 
 
-def _invocations(line: Line, variables: Mapping[str, str | None]) -> Iterator[Invocation]:
+def _invocations(line: ScriptLine, variables: Mapping[str, str | None]) -> Iterator[Invocation]:
     words = line.command.words
     if line.expands:
         words = tuple(one for word in words for one in word.divided(variables))
@@ -204,7 +204,7 @@ def _invocations(line: Line, variables: Mapping[str, str | None]) -> Iterator[In
         yield Invocation(launcher="torchrun", program=program, where=where, claims=claims, standalone=standalone)
 
 
-def _nested_script(line: Line) -> bool:
+def _nested_script(line: ScriptLine) -> bool:
     return next(nested(line), None) is not None
 
 
@@ -244,7 +244,7 @@ def _script(words: tuple[Word, ...]) -> str:
 
 
 def _flags(
-    line: Line, words: tuple[Word, ...], variables: Mapping[str, str | None], keys: tuple[str, ...]
+    line: ScriptLine, words: tuple[Word, ...], variables: Mapping[str, str | None], keys: tuple[str, ...]
 ) -> Iterator[tuple[str, Claim]]:
     for index, word in enumerate(words):
         option, equals, _ = word.beginning.partition("=")
@@ -259,7 +259,7 @@ def _flags(
             yield key, _claim(line, value, key, option + " {}", variables)
 
 
-def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, str | None]) -> Claim:
+def _claim(line: ScriptLine, word: Word, key: str, form: str, variables: Mapping[str, str | None]) -> Claim:
     where = line.place(word)
     value = word.expanded(variables) if line.expands else "".join(str(part) for part in word.parts)
     if value is None:
@@ -273,7 +273,7 @@ def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, 
 
 
 def _stated_rank(
-    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
+    task: TaskSpec, lines: Iterable[ScriptLine], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     """Return the rank and the world size that a task states by flags or variables; ``None`` unless it states both.
 
@@ -285,7 +285,7 @@ def _stated_rank(
 
 
 def _find_stated_rank(
-    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
+    task: TaskSpec, lines: Iterable[ScriptLine], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
         return None  # the launcher, or the program, sets them for its processes
@@ -317,7 +317,7 @@ def _rank_invocation(program: str, claims: Mapping[str, Claim]) -> Invocation:
     return Invocation(launcher="rank", program=program, where=min(claim.where for claim in own.values()), claims=own)
 
 
-def _modules(lines: Iterable[Line]) -> Iterator[tuple[str, Mark]]:
+def _modules(lines: Iterable[ScriptLine]) -> Iterator[tuple[str, Mark]]:
     for line in lines:
         for before, word in pairwise(line.command.words):
             if before.literal == "-m" and word.literal:
@@ -330,7 +330,7 @@ _MASTER = MappingProxyType({"MASTER_ADDR": "master_addr", "MASTER_PORT": "master
 
 
 def _settings(
-    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
+    task: TaskSpec, lines: Iterable[ScriptLine], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
 ) -> Iterator[Claim]:
     """Yield the settings of the variables in ``names``. Settings in scripts replace those in the environment."""
     found: set[str] = set()
@@ -345,7 +345,7 @@ def _settings(
         if name in task.environment and name not in found:
             text = task.environment[name]
             word = Word(raw=text.value, offset=0, parts=(text.value,))
-            line = Line(Command(words=(word,)), text, 0, expands=False)
+            line = ScriptLine(ShellCommand(words=(word,)), text, 0, expands=False)
             yield _claim(line, word, key, name + ": {}", variables)
 
 

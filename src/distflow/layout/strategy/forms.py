@@ -21,7 +21,7 @@ from distflow.documents.problems import Mark, Problem, Severity
 from distflow.documents.text import did_you_mean
 from distflow.train.strategies.options import MESH_SIZES, OPTIONS
 
-__all__ = ["AXES", "FOREIGN_KEYS", "Draft", "LocatedValue", "read_block"]
+__all__ = ["AXES", "FOREIGN_KEYS", "LocatedValue", "StrategyDraft", "read_block"]
 
 AXES = {
     "dp": "dp", "data": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "dp_shard": "fsdp",
@@ -60,7 +60,7 @@ class LocatedValue(Struct, frozen=True):
     path: Path
 
 
-class Draft(Struct):
+class StrategyDraft(Struct):
     """A block as it was written, before its parts are checked against each other."""
 
     path: Path
@@ -108,9 +108,9 @@ class Draft(Struct):
         self.kind = LocatedValue(kind, path)
 
 
-def read_block(block: Mapping[str, object], path: Path, locate: Callable[[Path], Mark]) -> Draft:
+def read_block(block: Mapping[str, object], path: Path, locate: Callable[[Path], Mark]) -> StrategyDraft:
     """Read a strategy block. The problems of the draft include unknown keys and malformed values."""
-    draft = Draft(path, locate)
+    draft = StrategyDraft(path, locate)
     known = ("kind", "mesh_shape", *OPTIONS, *MESH_SIZES)
     for key, value in block.items():
         here = (*path, key)
@@ -135,7 +135,7 @@ def read_block(block: Mapping[str, object], path: Path, locate: Callable[[Path],
 _MESH_HINT = 'write mesh_shape: [[2, 2], ["fsdp", "tp"]]: the sizes, then as many names'
 
 
-def _mesh(draft: Draft, value: object, path: Path) -> None:
+def _mesh(draft: StrategyDraft, value: object, path: Path) -> None:
     if isinstance(value, Mapping):
         for key in value:
             if key not in ("shape", "axis_names", "names"):
@@ -152,7 +152,7 @@ def _mesh(draft: Draft, value: object, path: Path) -> None:
         draft.add(path, f"{value!r} is not a mesh", _MESH_HINT)
 
 
-def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
+def _axes(draft: StrategyDraft, shape: object, names: object, path: Path) -> None:
     """Set the sizes and names, from lists or from text such as ``"(2, 2)"`` and ``"('fsdp', 'tp')"``."""
     sizes = [int(word) if word.isdecimal() else word for word in _words(shape)]
     words = _words(names)
@@ -188,12 +188,12 @@ def _words(value: object) -> list[str]:
 # -- options of DISTFLOW_STRATEGY, and NeMo RL's blocks --------------------------------------------------------------
 
 
-def _options(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _options(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     for key, value in block.items():
         _known_option(draft, key, value, (*path, key), [*OPTIONS, *MESH_SIZES])
 
 
-def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _cluster(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     for key in block:
         if key not in _CLUSTER_KEYS:
             draft.add((*path, key), f"`{key}` is not a key of `cluster`", did_you_mean(key, _CLUSTER_KEYS, what="keys"))
@@ -224,7 +224,7 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
             draft.placement = LocatedValue(group["strategy"], (*here, "strategy"))
 
 
-def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _claims(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     """Store the numbers of ranks that a ``cluster`` block states, and report invalid ones."""
     counts: dict[str, int] = {}
     for key in ("num_workers", "num_nodes", "num_gpus", "gpus_per_node"):
@@ -262,18 +262,18 @@ def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
             )
 
 
-def _fsdp(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _fsdp(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     known = [name for name, option in OPTIONS.items() if "fsdp" in option.kinds]
     for key, value in block.items():
         _known_option(draft, key, value, (*path, key), known)
 
 
-def _pipeline(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _pipeline(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     for key, value in block.items():
         _known_option(draft, key, value, (*path, key), _PIPELINE, _PIPELINE.get(key, key))
 
 
-def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _training(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     piped = draft.kind is not None and draft.kind.value == "pipeline"
     replicated = draft.kind.value == "ddp" if draft.kind is not None else not draft.mesh_path
     for key, value in block.items():
@@ -293,7 +293,7 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         _known_option(draft, key, value, here, _TRAINING, name)
 
 
-def _model(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+def _model(draft: StrategyDraft, block: Mapping[str, object], path: Path) -> None:
     for key, value in block.items():
         if key in ("mesh_shape", "mesh"):
             _mesh(draft, value, (*path, key))
@@ -303,7 +303,7 @@ def _model(draft: Draft, block: Mapping[str, object], path: Path) -> None:
 
 
 def _known_option(
-    draft: Draft, key: str, value: object, path: Path, known: Sequence[str] | Mapping[str, str], name: str = ""
+    draft: StrategyDraft, key: str, value: object, path: Path, known: Sequence[str] | Mapping[str, str], name: str = ""
 ) -> None:
     if key in known:
         draft.set_option(name or key, value, path)
@@ -311,7 +311,7 @@ def _known_option(
         draft.add(path, f"`{key}` is not a key of `{path[-2]}`", did_you_mean(str(key), known, what="keys"))
 
 
-def _mapping(draft: Draft, value: object, path: Path) -> Mapping[str, object] | None:
+def _mapping(draft: StrategyDraft, value: object, path: Path) -> Mapping[str, object] | None:
     if isinstance(value, Mapping):
         return value
     draft.add(path, f"`{path[-1]}` is {value!r}, which is not a mapping", "write keys and values below it")

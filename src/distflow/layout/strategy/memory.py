@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Advice", "Choice", "Line", "Model", "advise", "guess_model", "parse_count"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Advice", "Choice", "EstimateLine", "Model", "advise", "guess_model", "parse_count"]
 
 PRECISIONS: Mapping[str, tuple[int, int, int]] = MappingProxyType({"fp32": (4, 4, 0), "bf16": (4, 4, 2)})
 """Bytes per parameter: of the parameter itself, of its gradient, and of the copy in the precision of the arithmetic.
@@ -38,7 +38,7 @@ class Model(Struct, frozen=True, kw_only=True):
     hidden: int
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class EstimateLine(Struct, frozen=True, kw_only=True):
     """One line of the estimate."""
 
     what: str
@@ -57,7 +57,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     options: Mapping[str, str | bool | int]
     precision: str
     """The precision of the arithmetic, one of ``PRECISIONS``; the lines are computed for it."""
-    lines: tuple[Line, ...]
+    lines: tuple[EstimateLine, ...]
     fits: bool
     why: str
     """The reason for or against it."""
@@ -140,7 +140,9 @@ class _Sizes(Struct, frozen=True):
     tokens: int
     """Tokens of a micro-batch on one rank."""
 
-    def lines(self, *, shards: int = 1, parts: int = 1, recompute: bool = False, offload: bool = False) -> tuple[Line, ...]:
+    def lines(
+        self, *, shards: int = 1, parts: int = 1, recompute: bool = False, offload: bool = False
+    ) -> tuple[EstimateLine, ...]:
         """Return the memory of a rank's GPU if each matrix is divided into ``parts``.
 
         Parameters, gradients and optimizer states are also divided into ``shards``; with ``offload`` the node keeps them.
@@ -148,9 +150,9 @@ class _Sizes(Struct, frozen=True):
         parameter, gradient, copy = PRECISIONS[self.precision]
         count, cut = self.model.parameters, shards * parts
 
-        def each(what: str, width: int) -> Line:
+        def each(what: str, width: int) -> EstimateLine:
             divided = f" / {cut}" if cut > 1 else ""
-            return Line(what=what, formula=f"{_count(count)} × {width} B{divided}", bytes=ceil(count * width / cut))
+            return EstimateLine(what=what, formula=f"{_count(count)} × {width} B{divided}", bytes=ceil(count * width / cut))
 
         lines = []
         if not offload:
@@ -160,7 +162,9 @@ class _Sizes(Struct, frozen=True):
         if shards > 1:
             # The current layer, the next one that is being gathered, and gradients that are being reduced.
             width = copy or parameter
-            lines.append(Line(what="gathered layers", formula=f"3 × {_count(layer)} × {width} B", bytes=3 * layer * width))
+            lines.append(
+                EstimateLine(what="gathered layers", formula=f"3 × {_count(layer)} × {width} B", bytes=3 * layer * width)
+            )
         elif copy:
             lines.append(each(f"{self.precision} copy", copy))
         width = 1 if self.precision == "bf16" else 2
@@ -173,7 +177,7 @@ class _Sizes(Struct, frozen=True):
             total += _ACTIVATIONS * width * unit
         if parts > 1:
             formula = f"({formula}) / {parts}"
-        lines.append(Line(what="activations", formula=formula, bytes=ceil(total / parts)))
+        lines.append(EstimateLine(what="activations", formula=formula, bytes=ceil(total / parts)))
         return tuple(lines)
 
 

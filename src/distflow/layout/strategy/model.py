@@ -17,8 +17,8 @@ from typing import Any
 from distflow.documents.document import Path
 from distflow.documents.problems import Mark, Problem, Severity, errors_of
 from distflow.documents.text import did_you_mean
-from distflow.layout.ranks import World
-from distflow.layout.strategy.forms import FOREIGN_KEYS, Draft, read_block
+from distflow.layout.ranks import WorldLayout
+from distflow.layout.strategy.forms import FOREIGN_KEYS, StrategyDraft, read_block
 from distflow.spec.model import GroupSpec
 from distflow.train.strategies.description import Strategy
 from distflow.train.strategies.options import (
@@ -26,7 +26,7 @@ from distflow.train.strategies.options import (
     KINDS,
     MAIN_AXIS,
     MESH_SIZES,
-    InvalidValue,
+    InvalidOption,
     Misfit,
     clashes,
     default_mesh,
@@ -79,7 +79,7 @@ def parse_strategy(
     return strategy, tuple(draft.problems)
 
 
-def _report(draft: Draft, found: Iterable[Misfit]) -> None:
+def _report(draft: StrategyDraft, found: Iterable[Misfit]) -> None:
     for name, message, hint in found:
         draft.add(draft.options[name].path if name in draft.options else draft.path, message, hint)
 
@@ -87,7 +87,7 @@ def _report(draft: Draft, found: Iterable[Misfit]) -> None:
 # -- values, kind, claims ---------------------------------------------------------------------------------------------
 
 
-def _values(draft: Draft) -> dict[str, Any]:
+def _values(draft: StrategyDraft) -> dict[str, Any]:
     """Return the options in their normal form.
 
     Report wrong values, an unknown kind, and an option without effect.
@@ -96,7 +96,7 @@ def _values(draft: Draft) -> dict[str, Any]:
     for name, option in draft.options.items():
         try:
             options[name] = normal_value(name, option.value)
-        except InvalidValue as invalid:
+        except InvalidOption as invalid:
             draft.add(option.path, f"`{option.path[-1]}` has an invalid value: {option.value!r}", f"write {invalid}")
     if "state_dict_type" in options:
         message = "`state_dict_type` has no effect: the calls of the program define which state is saved"
@@ -110,7 +110,7 @@ def _values(draft: Draft) -> dict[str, Any]:
     return options
 
 
-def _kind(draft: Draft, world: int) -> str:
+def _kind(draft: StrategyDraft, world: int) -> str:
     """Return the kind of the block, or the one that its mesh or ``stages`` implies; else ``ddp``, or ``none`` for one rank."""
     active = {name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1}
     implied = "none"
@@ -133,7 +133,7 @@ def _kind(draft: Draft, world: int) -> str:
     return kind
 
 
-def _claims(draft: Draft, sizes: Sequence[int]) -> None:
+def _claims(draft: StrategyDraft, sizes: Sequence[int]) -> None:
     world = sum(sizes)
     for claim in draft.worlds:
         if claim.value != world:
@@ -148,7 +148,7 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
         draft.add(claimed.path, f"{keys} {wanted}, but the group has {_ranks(sizes)}", hint)
 
 
-def _placement(draft: Draft, sizes: Sequence[int]) -> None:
+def _placement(draft: StrategyDraft, sizes: Sequence[int]) -> None:
     """Report a requested placement that contradicts the tasks. Each task of a world has its own node, except on ``local``."""
     wanted = draft.placement
     if wanted is None:
@@ -174,7 +174,7 @@ def _ranks(sizes: Sequence[int]) -> str:
 # -- the mesh ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, int]:
+def _mesh(draft: StrategyDraft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, int]:
     """Return axis → size of the mesh. Without a mesh in the block, compute it from the kind and the options in ``MESH_SIZES``.
 
     Problems are added to the draft. The result is empty if no mesh can be computed.
@@ -210,7 +210,7 @@ def _other_shape(names: Sequence[str], shape: Sequence[int], world: int) -> str:
     return f"give the group {prod(shape)} ranks, or sizes whose product is {world}"
 
 
-def _tasks(draft: Draft, strategy: Strategy, sizes: Sequence[int]) -> None:
+def _tasks(draft: StrategyDraft, strategy: Strategy, sizes: Sequence[int]) -> None:
     """Report ranks that share a tensor but are not on one node."""
     tp = strategy.mesh.get("tp", 1)
     if over := [size for size in sizes if size % tp]:
@@ -228,7 +228,7 @@ _OWN_CONFIGURATION = ("accelerate", "deepspeed", "horovod", "jax", "tensorflow")
 """Frameworks that distribute a model according to their own configuration or the program."""
 
 
-def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | None, tuple[Problem, ...]]:
+def group_strategy(group: GroupSpec, world: WorldLayout | None) -> tuple[Strategy | None, tuple[Problem, ...]]:
     """Return the strategy of a group and the findings about it; nothing for a group without a ``strategy``."""
     block = group.strategy
     if block is None:

@@ -12,7 +12,7 @@ import time
 
 from distflow.protocol.light_typing import Callable, Dict, List, Optional
 from distflow.runtime.files import log_files
-from distflow.runtime.files.log_files import Segment
+from distflow.runtime.files.log_files import LogSegment
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["LogStreams"]
@@ -24,7 +24,7 @@ _UNREADABLE_S = 30.0
 
 
 class _LogStream:
-    def __init__(self, stream: int, attempt: str, directory: str, segment: Segment, offset: int) -> None:
+    def __init__(self, stream: int, attempt: str, directory: str, segment: LogSegment, offset: int) -> None:
         self.stream = stream
         self.attempt = attempt
         self.directory = directory

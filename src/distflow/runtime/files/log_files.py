@@ -17,7 +17,7 @@ __all__ = [
     "KEPT",
     "LOG",
     "SAMPLES",
-    "Segment",
+    "LogSegment",
     "end_of",
     "is_output",
     "next_of",
@@ -36,7 +36,7 @@ _DIGITS = 18
 """Maximum number of digits in a name."""
 
 
-class Segment(NamedTuple):
+class LogSegment(NamedTuple):
     """One file of the log or of its index, or the file of samples."""
 
     start: int
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
         return "output-{}-{}.{}".format(*self) if self.start else "output." + self.kind
 
 
-def parse(name: str) -> Optional[Segment]:
+def parse(name: str) -> Optional[LogSegment]:
     """Parse the name of an output file; None for other files."""
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("output") or kind not in ("log", "idx", "samples"):
@@ -60,7 +60,7 @@ def parse(name: str) -> Optional[Segment]:
     numbers = stem.split("-")[1:] or ["0", "0"]
     if len(numbers) != 2 or not all(one.isascii() and one.isdigit() and len(one) <= _DIGITS for one in numbers):
         return None
-    segment = Segment(int(numbers[0]), int(numbers[1]), kind)
+    segment = LogSegment(int(numbers[0]), int(numbers[1]), kind)
     return segment if name == (segment.name if kind != "samples" else SAMPLES) else None
 
 
@@ -69,7 +69,7 @@ def is_output(name: str) -> bool:
     return parse(name) is not None
 
 
-def segments(place: Union[int, str], kind: str) -> List[Segment]:
+def segments(place: Union[int, str], kind: str) -> List[LogSegment]:
     """Return the files of one kind in a directory (a path or a descriptor), in order; empty if it cannot be read."""
     try:
         found = [parse(name) for name in os.listdir(place)]
@@ -78,17 +78,17 @@ def segments(place: Union[int, str], kind: str) -> List[Segment]:
     return sorted(one for one in found if one is not None and one.kind == kind)
 
 
-def next_of(place: Union[int, str], segment: Segment) -> Optional[Segment]:
+def next_of(place: Union[int, str], segment: LogSegment) -> Optional[LogSegment]:
     """Return the first file after ``segment``; None if it is the last."""
     return next((one for one in segments(place, segment.kind) if one.start > segment.start), None)
 
 
-def surplus(found: List[Segment]) -> List[Segment]:
+def surplus(found: List[LogSegment]) -> List[LogSegment]:
     """Return the segments to remove. ``found`` are all files of one kind, in order."""
     return [one for one in found if one.start][:-KEPT]
 
 
-def segment_bytes(segment: Segment, max_log: int) -> int:
+def segment_bytes(segment: LogSegment, max_log: int) -> int:
     """Return how many bytes a file may have: half of ``max_log`` is for the head, the other half for the kept segments."""
     return max(1, max_log // 2 // (KEPT if segment.start else 1))
 

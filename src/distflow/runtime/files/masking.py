@@ -14,7 +14,7 @@ import os
 from distflow.protocol.light_typing import Any, Iterator, List, Optional, Set, Tuple
 from distflow.runtime.wire import Json
 
-__all__ = ["MASK", "SECRET_BYTES", "Mask", "Stream", "clean_error", "encoded", "memory", "read_shared", "share"]
+__all__ = ["MASK", "SECRET_BYTES", "Mask", "StreamMasker", "clean_error", "encoded", "memory", "read_shared", "share"]
 
 MASK = b"********"
 SECRET_BYTES = 4 * 1024 * 1024
@@ -84,7 +84,7 @@ class Mask:
         return value
 
 
-class Stream:
+class StreamMasker:
     """Masks data that arrives in pieces, even if a secret is split between them.
 
     Data is held back only if it may be the beginning of a secret. If it is released before the rest arrives (``flush``), the

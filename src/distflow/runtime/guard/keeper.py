@@ -22,7 +22,7 @@ from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, masking, records
 from distflow.runtime.guard import command, gang_link, process_tree
 from distflow.runtime.guard.control import AgentConnections, AttemptHandles
-from distflow.runtime.guard.output import Output, Source
+from distflow.runtime.guard.output import OutputPipe, OutputWriter
 from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json, OpError
 
@@ -65,7 +65,7 @@ class _Keeper:
         processes.adopt_orphans()
         self._orphaned = not processes.die_with_parent(signal.SIGUSR1, runner)
 
-        self._output = Output(handles.dir_fd, handles.log, handles.stamps)
+        self._output = OutputWriter(handles.dir_fd, handles.log, handles.stamps)
         self._launch: Optional[Json] = None
         self._command: Optional[command.Spawned] = None
         self._exit: Optional[Json] = None
@@ -382,10 +382,10 @@ class _Keeper:
 
     # -- output
 
-    def _read_from(self, source: Source) -> None:
+    def _read_from(self, source: OutputPipe) -> None:
         self._selector.register(source.pipe, selectors.EVENT_READ, lambda: self._read_output(source))
 
-    def _read_output(self, source: Source) -> None:
+    def _read_output(self, source: OutputPipe) -> None:
         lost, got = self._output.lost, source.pump()
         if got == 0:
             self._selector.unregister(source.pipe)

@@ -20,7 +20,7 @@ from distflow.runtime.guard import process_tree
 from distflow.runtime.leases import gpu_users
 from distflow.runtime.wire import Json
 
-__all__ = ["MAX_LINES", "Kill", "Line", "find_entries", "gpu_errors", "kills", "named_pids", "parse", "select_entries"]
+__all__ = ["MAX_LINES", "KernelLogLine", "Kill", "find_entries", "gpu_errors", "kills", "named_pids", "parse", "select_entries"]
 
 _READ_ALL, _SIZE = 3, 10
 _MAX_BYTES = 4 * 1024 * 1024
@@ -42,7 +42,7 @@ _XID = re.compile(r"NVRM: Xid\b")
 _NAMED = re.compile(rb"(?i)\bp(?:id|rocess)\W{0,3}(\d{1,7})\b|\b(\d{1,7}) Killed\b")
 
 
-class Line(NamedTuple):
+class KernelLogLine(NamedTuple):
     """One line, with its time in seconds since the boot."""
 
     at: float
@@ -105,7 +105,7 @@ def gpu_errors() -> List[str]:
         return []
 
 
-def parse(text: str) -> List[Line]:
+def parse(text: str) -> List[KernelLogLine]:
     """Return the relevant lines of the log."""
     found = []
     for line in text.split("\n"):
@@ -113,11 +113,11 @@ def parse(text: str) -> List[Line]:
             continue
         match = _STAMPED.match(line)
         if match:
-            found.append(Line(float(match.group(1)), _JOURNAL.sub("", match.group(2), 1)))
+            found.append(KernelLogLine(float(match.group(1)), _JOURNAL.sub("", match.group(2), 1)))
     return found
 
 
-def kills(lines: List[Line]) -> Iterator[Kill]:
+def kills(lines: List[KernelLogLine]) -> Iterator[Kill]:
     """Yield the kills among the lines. The line before a kill may name the cgroup of the killed process."""
     before: List[str] = []
     for line in lines:
@@ -135,7 +135,7 @@ def kills(lines: List[Line]) -> Iterator[Kill]:
 
 
 def select_entries(
-    lines: List[Line], pids: Collection[int], is_likely: Callable[[Kill], bool], other_gpus: Collection[str] = ()
+    lines: List[KernelLogLine], pids: Collection[int], is_likely: Callable[[Kill], bool], other_gpus: Collection[str] = ()
 ) -> Optional[Json]:
     """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None. Only its first kill is included.
 
@@ -163,7 +163,7 @@ def named_pids(directory: str, error: Any) -> Set[int]:
     if isinstance(error, dict) and isinstance(error.get("pid"), int):
         found.add(error["pid"])
     try:
-        newest = log_files.segments(directory, "log")[-1:] or [log_files.Segment(0, 0, "log")]
+        newest = log_files.segments(directory, "log")[-1:] or [log_files.LogSegment(0, 0, "log")]
         with open(os.path.join(directory, newest[0].name), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             found.update(int(one or other) for one, other in _NAMED.findall(file.read(_TAIL)))

@@ -16,11 +16,11 @@ import time
 from distflow.protocol.light_typing import Dict, List, Optional, Sequence
 from distflow.runtime.clock import now
 from distflow.runtime.files import log_files
-from distflow.runtime.files.log_files import Segment
-from distflow.runtime.files.masking import Mask, Stream
+from distflow.runtime.files.log_files import LogSegment
+from distflow.runtime.files.masking import Mask, StreamMasker
 from distflow.runtime.wire import Json
 
-__all__ = ["RANKS", "RANK_PYTHON", "READ", "Output", "Source", "open_rank_pipes", "rank_variables"]
+__all__ = ["RANKS", "RANK_PYTHON", "READ", "OutputPipe", "OutputWriter", "open_rank_pipes", "rank_variables"]
 
 
 READ = 65536
@@ -36,7 +36,7 @@ _LINE_S = 0.05
 _NEVER = float("inf")
 
 
-class Output:
+class OutputWriter:
     """Moves bytes from non-blocking pipes into the log, and adds a stamp of each written piece to the index.
 
     ``log`` and ``index`` are descriptors (O_APPEND) of ``output.log`` and ``output.idx`` in the directory ``dir_fd``.
@@ -44,24 +44,24 @@ class Output:
 
     def __init__(self, dir_fd: int, log: int, index: int, lost: int = 0) -> None:
         self._log = _Log(dir_fd, log, index, lost)
-        self._sources: List[Source] = []
+        self._sources: List[OutputPipe] = []
         self._mask: Optional[Mask] = None
 
-    def add(self, pipe: int, rank: Optional[int] = None) -> Source:
+    def add(self, pipe: int, rank: Optional[int] = None) -> OutputPipe:
         """Add a pipe to read from. ``rank`` is the rank that writes to it, or None if several may write to it."""
         number = 0 if rank is None or not 0 <= rank <= _MOST_RANK else rank + 1
-        source = Source(pipe, self._log, number)
+        source = OutputPipe(pipe, self._log, number)
         source.mask(self._mask)
         self._sources.append(source)
         return source
 
-    def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[Source]:
+    def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[OutputPipe]:
         """Apply the launch's settings for output, and create the pipes of its ranks. Returns the pipes as sources."""
         self.mask(mask)
         self.limit(launch.get("max_log"))
         return self.add_ranks(_make_rank_pipes(directory, launch.get("ranks")))
 
-    def add_ranks(self, pipes: Dict[int, int]) -> List[Source]:
+    def add_ranks(self, pipes: Dict[int, int]) -> List[OutputPipe]:
         """Add the pipes of ranks."""
         return [self.add(pipe, rank) for rank, pipe in sorted(pipes.items())]
 
@@ -104,14 +104,14 @@ class Output:
             source.drain()
 
 
-class Source:
+class OutputPipe:
     """One of the pipes that a command writes to."""
 
     def __init__(self, pipe: int, log: _Log, number: int) -> None:
         self.pipe = pipe
         self._log = log
         self._number = number
-        self._stream: Optional[Stream] = None
+        self._stream: Optional[StreamMasker] = None
         self._line = b""
         self._secret_due_at = _NEVER
         self._line_due_at = _NEVER
@@ -123,7 +123,7 @@ class Source:
 
     def mask(self, mask: Optional[Mask]) -> None:
         """Mask these secrets from now on."""
-        self._stream = Stream(mask) if mask is not None else None
+        self._stream = StreamMasker(mask) if mask is not None else None
 
     def pump(self) -> int:
         """Read once. Returns the length, 0 at the end of the output, or -1 if nothing is available now."""
@@ -182,7 +182,7 @@ class _Log:
         self.lost = lost
         self.max_log: Optional[int] = None
         self._is_full = False
-        self._segment = Segment(0, 0, "log")
+        self._segment = LogSegment(0, 0, "log")
         self._lines: Optional[int] = None
         """Line feeds so far; None if they have not been counted yet."""
         segments = log_files.segments(dir_fd, "log")
@@ -244,7 +244,7 @@ class _Log:
             if self._lines is None:
                 fd = os.open(self._segment.name, os.O_RDONLY, dir_fd=self._dir_fd)
                 self._lines = self._segment.lines + _count_lines(fd)
-            self._enter(Segment(self.size, self._lines, "log"))
+            self._enter(LogSegment(self.size, self._lines, "log"))
         except OSError:
             return False
         for kind in ("log", "idx"):
@@ -255,7 +255,7 @@ class _Log:
                     continue
         return True
 
-    def _enter(self, segment: Segment) -> None:
+    def _enter(self, segment: LogSegment) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         index = os.open(segment._replace(kind="idx").name, flags, 0o600, dir_fd=self._dir_fd)
         try:

@@ -18,7 +18,7 @@ from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, masking, records
 from distflow.runtime.guard import keeper, process_tree, sampler
 from distflow.runtime.guard.control import AttemptHandles
-from distflow.runtime.guard.output import Output, open_rank_pipes
+from distflow.runtime.guard.output import OutputWriter, open_rank_pipes
 from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json
 
@@ -97,7 +97,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     spawned = state.get("command") or {}
     command = spawned.get("pid", 0)
     fields: Json = dict(state.get("exit") or {})
-    output = Output(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
+    output = OutputWriter(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
     output.limit(state.get("max_log"))
     output.add(output_read)
     # The pipes are opened before the ranks end, because a pipe loses its content when no process has it open.

@@ -21,7 +21,7 @@ from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 
 __all__ = [
-    "Lock",
+    "FileLock",
     "amount_of",
     "foreign_owner",
     "holder_name",
@@ -44,7 +44,7 @@ _LOCK_RETRY_S = 0.001
 """The time between two tries. A process that only checks a lock holds it for microseconds."""
 
 
-class Lock(NamedTuple):
+class FileLock(NamedTuple):
     """The descriptor of a locked file. If it could not be locked, ``fd`` is -1, and ``holder`` or ``error`` says why."""
 
     fd: int = -1
@@ -125,30 +125,30 @@ def open_lock(directory: int, name: str) -> int:
     raise FileNotFoundError(errno.ENOENT, "other processes repeatedly created and removed the lock file", name)
 
 
-def lock(directory: int, name: str, holder: Json) -> Lock:
+def lock(directory: int, name: str, holder: Json) -> FileLock:
     """Lock the file ``name``, and write ``holder`` into it. A failure is reported in the result."""
     while True:
         try:
             fd = open_lock(directory, name)
         except OSError as error:
-            return Lock(error="{}: {}".format(name, error.strerror))
+            return FileLock(error="{}: {}".format(name, error.strerror))
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                return Lock(error="{} is not a regular file".format(name))
+                return FileLock(error="{} is not a regular file".format(name))
             _flock(fd)
         except BlockingIOError:
             who = holder_name(read_holder(fd), holder.get("attempt"))
             os.close(fd)
-            return Lock(holder=who)
+            return FileLock(holder=who)
         except OSError as error:
             os.close(fd)
-            return Lock(error="{}: {}".format(name, error.strerror))
+            return FileLock(error="{}: {}".format(name, error.strerror))
         if has_name(fd, name, directory):
             break
         os.close(fd)  # the file was removed after it was opened
     write_holder(fd, holder)
-    return Lock(fd)
+    return FileLock(fd)
 
 
 def write_holder(fd: int, holder: Json) -> None:

@@ -31,9 +31,9 @@ __all__ = [
     "RAW",
     "SILENCE_S",
     "ZLIB",
+    "FrameSource",
     "Gone",
     "Peer",
-    "Source",
     "error_frame",
     "frames",
     "read_frame",
@@ -56,7 +56,7 @@ _SAMPLE = 32 << 10
 _HASHED_AT_ONCE = 1 << 20
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """A source of frames."""
 
     def read(self, size: int) -> bytes:
@@ -87,7 +87,7 @@ def error_frame(error: OpError) -> bytes:
 
 
 def receive(
-    source: Source,
+    source: FrameSource,
     path: str,
     name: str,
     size: int,
@@ -152,7 +152,7 @@ def _error_of(data: bytes) -> OpError:
         return OpError("bad_request", "the sender reported an error that cannot be decoded: {}".format(error))
 
 
-def read_frame(source: Source) -> Optional[bytes]:
+def read_frame(source: FrameSource) -> Optional[bytes]:
     """Return a frame's uncompressed content; None at the end of the stream.
 
     Raises ``OpError`` for an invalid frame, or the error in the frame.
@@ -217,7 +217,7 @@ class Peer:
                 return b""
 
     def read(self, size: int) -> bytes:
-        """Return ``size`` bytes, or fewer if the connection ended before them (``frames.Source``)."""
+        """Return ``size`` bytes, or fewer if the connection ended before them (``frames.FrameSource``)."""
         while len(self._received) < size:
             try:
                 self._wait(is_writing=False)

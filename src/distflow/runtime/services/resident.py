@@ -32,7 +32,7 @@ import sys
 import time
 from typing import Dict, List, Optional, Set
 
-__all__ = ["Connection", "Resident", "batch", "main", "node", "pod"]
+__all__ = ["RelayConnection", "Resident", "batch", "main", "node", "pod"]
 
 _KEPT = (
     "SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_JOB_ACCOUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME",
@@ -46,7 +46,7 @@ _MOST_PROCESSES = 100_000
 """The maximum number of processes whose children are searched. Without it, fast forks could keep the search from ending."""
 
 
-class Connection:
+class RelayConnection:
     """A relay's connection. The relay sends one command and gets its exit code, or requests the end of the job."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -163,7 +163,7 @@ class Resident:
         self._server.bind("\0" + name)
         self._server.listen(128)
         self._server.setblocking(False)
-        self._connections: Dict[int, Connection] = {}
+        self._connections: Dict[int, RelayConnection] = {}
         self._is_ending = False
         self._is_busy: Optional[bool] = None
         self._env = {
@@ -232,10 +232,10 @@ class Resident:
             connection.close()
             return
         connection.setblocking(False)
-        self._connections[connection.fileno()] = Connection(connection)
+        self._connections[connection.fileno()] = RelayConnection(connection)
         poll.register(connection, select.POLLIN)
 
-    def _receive(self, one: Connection) -> bool:
+    def _receive(self, one: RelayConnection) -> bool:
         try:
             if not one.receive():
                 return False

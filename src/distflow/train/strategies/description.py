@@ -19,7 +19,7 @@ from distflow.train.strategies.options import (
     KINDS,
     MESH_SIZES,
     OPTIONS,
-    InvalidValue,
+    InvalidOption,
     Misfit,
     StrategyOptions,
     clashes,
@@ -240,7 +240,7 @@ def _normal(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         try:
             normal[name] = normal_value(name, value)
-        except InvalidValue as invalid:
+        except InvalidOption as invalid:
             raise ValueError(f"{name} is {value!r}: give {invalid}") from None
     return normal
 

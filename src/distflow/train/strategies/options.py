@@ -21,7 +21,7 @@ __all__ = [
     "OPTIONS",
     "STRATEGIES",
     "HybridParallel",
-    "InvalidValue",
+    "InvalidOption",
     "Misfit",
     "NotParallel",
     "Option",
@@ -52,7 +52,7 @@ MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "cp_size": "c
 """Option → mesh axis whose size it sets. One axis without such an option takes the remaining ranks (``default_mesh``)."""
 
 
-class InvalidValue(Exception):
+class InvalidOption(Exception):
     """An option has an invalid value; the text describes valid values."""
 
 
@@ -245,21 +245,21 @@ _VALID: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def normal_value(name: str, value: object) -> object:
-    """Return the value of an option, or of a mesh axis, in its normal form. Raises ``InvalidValue`` for an invalid one."""
+    """Return the value of an option, or of a mesh axis, in its normal form. Raises ``InvalidOption`` for an invalid one."""
     words = OPTIONS[name].words if name in OPTIONS else ()
     if words:
         if name == "mixed_precision" and isinstance(value, bool):  # other tools use true and false
             value = "bf16" if value else "none"
         known = {word.lower(): word for word in words}
         if not isinstance(value, str) or value.lower() not in known:
-            raise InvalidValue(f"one of {', '.join(f'`{word}`' for word in words)}")
+            raise InvalidOption(f"one of {', '.join(f'`{word}`' for word in words)}")
         return known[value.lower()]
     its_type = OPTIONS[name].type if name in OPTIONS else int
     if its_type is str and isinstance(value, str):
         value = [value]
     is_valid, description = _VALID[its_type]
     if not is_valid(value):
-        raise InvalidValue(description)
+        raise InvalidOption(description)
     return list(value) if isinstance(value, tuple) else value
 
 

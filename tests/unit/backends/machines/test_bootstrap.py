@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, Bundle, explain_exit, explain_report
+from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, SourceArchive, explain_exit, explain_report
 
 INSTALLED = Path("~/.pyenv/versions").expanduser()
 """Interpreters of the version manager. It is in the real home, which tests replace."""
 
 
 @pytest.mark.parametrize("bundle", [RUNTIME, STORAGE])
-def test_an_archive_is_reproducible(bundle: Bundle) -> None:
-    again = Bundle(package=bundle.package, modules=bundle.modules)
+def test_an_archive_is_reproducible(bundle: SourceArchive) -> None:
+    again = SourceArchive(package=bundle.package, modules=bundle.modules)
     assert (again.archive, again.digest) == (bundle.archive, bundle.digest)
 
 

@@ -17,7 +17,7 @@ from distflow.backends.base import AttemptKey, Ended, Observation
 from distflow.backends.machines.checks.measured import parse_python
 from distflow.backends.machines.connection.bootstrap import Opened, open_service
 from distflow.backends.machines.connection.link import AgentLink
-from distflow.backends.machines.connection.node_connection import Connection
+from distflow.backends.machines.connection.node_connection import NodeConnection
 from distflow.backends.machines.connection.stream import ServiceStream
 from distflow.backends.machines.session import Session
 from distflow.errors import AgentError, NodeError, NodeUnreachable
@@ -147,7 +147,9 @@ class Observed:
         wire = Wire()
         node = Node(name="n1", host="n1", root="~/distflow", python="python3")
         transport: Any = WireTransport(wire)
-        self.connection = Connection(Pool(name="p", backend="ssh", nodes=(node,)), node, transport, self.seen.append, Mirror())
+        self.connection = NodeConnection(
+            Pool(name="p", backend="ssh", nodes=(node,)), node, transport, self.seen.append, Mirror()
+        )
         self.wire = wire
         for entry in CORPUS:
             name = entry["message"].get("attempt") or ""

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
 from distflow.backends.allocated.kubernetes.api import ApiError, KubernetesApi
-from distflow.backends.allocated.kubernetes.pod_states import Phase, Pod, state_of
+from distflow.backends.allocated.kubernetes.pod_states import Pod, PodPhase, state_of
 from distflow.backends.allocated.kubernetes.pods import NO_VOLCANO, new_id, owner_manifest, pod_group_manifest, pod_manifest
 from distflow.backends.machines.checks.findings import Finding, error, note, warning
 from distflow.backends.machines.checks.measured import python_trouble
@@ -228,7 +228,7 @@ class _Check:
                 return warning("pod", self._at, "the pod of the check was deleted", "run the check again")
             pod = Pod(found[0])
             state = state_of(pod)
-            if state.phase is Phase.DONE:
+            if state.phase is PodPhase.DONE:
                 version = _message(pod)
                 trouble = python_trouble(0, version)
                 if trouble:
@@ -237,7 +237,7 @@ class _Check:
                     )
                     return error("python", self._at, f"in `{pod.image}`, `{python}` {plain(trouble)}", hint)
                 return note("python", self._at, f"in `{pod.image}`, `{python}` is Python {version or 'of unknown version'}", "")
-            if state.phase is Phase.FAILED:
+            if state.phase is PodPhase.FAILED:
                 hint = "change `kubernetes.image` or `python` of the pool" if state.is_final else "run the check again"
                 return error("image", self._at, f"a pod {state.message}", hint)
             last = state.message or last

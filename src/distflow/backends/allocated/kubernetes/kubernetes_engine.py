@@ -24,7 +24,7 @@ from distflow.backends.allocated.engine import (
 from distflow.backends.allocated.kubernetes.api import ApiError, KubernetesApi
 from distflow.backends.allocated.kubernetes.kubernetes_checks import check_kubernetes
 from distflow.backends.allocated.kubernetes.pod_exec import PodTransport
-from distflow.backends.allocated.kubernetes.pod_states import Phase, Pod, PodState, queue_text, state_of, vanished
+from distflow.backends.allocated.kubernetes.pod_states import Pod, PodPhase, PodState, queue_text, state_of, vanished
 from distflow.backends.allocated.kubernetes.pods import (
     ALLOCATION,
     CONTAINER,
@@ -242,18 +242,18 @@ class KubernetesEngine:
             self._last |= {pod: self._remembered(pod, state) for pod, state in states.items()}
         if missing or not pods:
             return self._vanished(missing or [pod_name(name, 0)], last)
-        failed = {pod: one for pod, one in states.items() if one.phase is Phase.FAILED or self._fails_too_long(pod, one)}
+        failed = {pod: one for pod, one in states.items() if one.phase is PodPhase.FAILED or self._fails_too_long(pod, one)}
         if failed:
             return _failure(failed, by_name)
-        if all(one.phase is Phase.DONE for one in states.values()):
+        if all(one.phase is PodPhase.DONE for one in states.values()):
             return Over(reason=None, message="the pods have ended, because no task and no supervisor used them")
-        ending = [pod for pod, one in states.items() if one.phase is Phase.ENDING]
+        ending = [pod for pod, one in states.items() if one.phase is PodPhase.ENDING]
         if ending:
             lost = [pod for pod in ending if states[pod].reason is Reason.NODE_LOST]
             if lost:
                 return _failure({pod: self._of_lost_node(by_name[pod], states[pod]) for pod in lost}, by_name)
             return Queued(why=f"waits for the end of its allocation: {ending[0]} is being deleted")
-        if all(one.phase in (Phase.RUNNING, Phase.DONE) for one in states.values()):
+        if all(one.phase in (PodPhase.RUNNING, PodPhase.DONE) for one in states.values()):
             hosts = {pod.index: pod.host for pod in pods}
             names = tasks or [str(index) for index in range(len(hosts))]
             return Granted(hosts={task: hosts[index] for index, task in enumerate(names) if index in hosts})
@@ -262,7 +262,7 @@ class KubernetesEngine:
     def _remembered(self, pod: str, state: PodState) -> PodState:
         """Return the state to remember, which keeps a known reason when the pod no longer has it."""
         before = self._last.get(pod)
-        is_worse = before is not None and before.reason is not None and state.reason is None and state.phase is Phase.ENDING
+        is_worse = before is not None and before.reason is not None and state.reason is None and state.phase is PodPhase.ENDING
         return before if is_worse and before is not None else state
 
     def _fails_too_long(self, pod: str, state: PodState) -> bool:
@@ -274,7 +274,7 @@ class KubernetesEngine:
 
     def _stuck(self, pods: Sequence[Pod], states: Mapping[str, PodState]) -> Over | None:
         """Return the end of an allocation if only a part of its pods gets nodes; ``None`` otherwise."""
-        waiting = [pod for pod in pods if states[pod.name].phase is Phase.QUEUED]
+        waiting = [pod for pod in pods if states[pod.name].phase is PodPhase.QUEUED]
         since = [pod.scheduled_at for pod in pods if pod.scheduled_at is not None]
         if not waiting or not since or _wall() - min(since) < self._pool.start_barrier_s:
             return None
@@ -285,7 +285,7 @@ class KubernetesEngine:
     def _vanished(self, missing: Sequence[str], last: Mapping[str, PodState]) -> Over:
         """Return the end of an allocation with pods that no longer exist."""
         ends = {pod: vanished(last.get(pod), self._events(pod)) for pod in missing}
-        failed = {pod: one for pod, one in last.items() if pod in ends and one.phase is Phase.FAILED}
+        failed = {pod: one for pod, one in last.items() if pod in ends and one.phase is PodPhase.FAILED}
         pod = next(iter(failed or ends))
         reason, text = ends[pod]
         return Over(reason=reason, message=f"pod {pod} {text}")
@@ -298,7 +298,7 @@ class KubernetesEngine:
 
     @staticmethod
     def _of_lost_node(pod: Pod, state: PodState) -> PodState:
-        return PodState(phase=Phase.FAILED, message=f"{state.message} ({pod.node})", reason=Reason.NODE_LOST)
+        return PodState(phase=PodPhase.FAILED, message=f"{state.message} ({pod.node})", reason=Reason.NODE_LOST)
 
 
 def _failure(failed: Mapping[str, PodState], pods: Mapping[str, Pod]) -> Over:

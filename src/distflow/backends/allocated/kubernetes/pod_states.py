@@ -23,8 +23,8 @@ __all__ = [
     "FAILURES",
     "TERMINATIONS",
     "WAITING",
-    "Phase",
     "Pod",
+    "PodPhase",
     "PodState",
     "failure_of",
     "queue_text",
@@ -35,7 +35,7 @@ __all__ = [
 _LONGEST = 400
 
 
-class Phase(Enum):
+class PodPhase(Enum):
     """The meaning of a pod's state for its allocation."""
 
     QUEUED = "queued"
@@ -52,7 +52,7 @@ class Phase(Enum):
 class PodState(Struct, frozen=True, kw_only=True):
     """The state of one pod."""
 
-    phase: Phase
+    phase: PodPhase
     message: str = ""
     """Why it waits, or how it ended."""
     reason: Reason | None = None
@@ -241,12 +241,12 @@ def state_of(pod: Pod) -> PodState:
     if pod.phase == "Failed" or pod.container("terminated") is not None:
         return _ended(pod)
     if pod.phase == "Succeeded":
-        return PodState(phase=Phase.DONE, message="has ended")
+        return PodState(phase=PodPhase.DONE, message="has ended")
     if pod.is_deleted:
         reason, text = _why_deleted(pod)
-        return PodState(phase=Phase.ENDING, message=text, reason=reason)
+        return PodState(phase=PodPhase.ENDING, message=text, reason=reason)
     if pod.container("running") is not None:
-        return PodState(phase=Phase.RUNNING)
+        return PodState(phase=PodPhase.RUNNING)
     if pod.node:
         return _starting(pod)
     return _unscheduled(pod)
@@ -277,14 +277,14 @@ def _ended(pod: Pod) -> PodState:
     disruption, why = _why_deleted(pod)
     if pod.reason in FAILURES:
         reason, text = failure_of(pod.reason, pod.message)
-        return PodState(phase=Phase.FAILED, message=text, reason=reason)
+        return PodState(phase=PodPhase.FAILED, message=text, reason=reason)
     if disruption is not None or (pod.is_deleted and word != "OOMKilled"):
-        return PodState(phase=Phase.ENDING, message=why, reason=disruption)
+        return PodState(phase=PodPhase.ENDING, message=why, reason=disruption)
     if not found:
         reason, text = failure_of(pod.reason, pod.message)
-        return PodState(phase=Phase.FAILED, message=text, reason=reason)
+        return PodState(phase=PodPhase.FAILED, message=text, reason=reason)
     if code == 0 and word in ("Completed", ""):
-        return PodState(phase=Phase.DONE, message="has ended")
+        return PodState(phase=PodPhase.DONE, message="has ended")
     reason, text = TERMINATIONS.get(word, TERMINATIONS["Error"])
     detail = plain(_text(found.get("message")))[:_LONGEST]
     if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
@@ -292,7 +292,7 @@ def _ended(pod: Pod) -> PodState:
     elif reason is not Reason.OOM_KILLED:
         text += f" with exit code {code}" if isinstance(code, int) else ""
         text += f": {detail}" if detail else ""
-    return PodState(phase=Phase.FAILED, message=text, reason=reason, is_final=reason is Reason.START_ERROR)
+    return PodState(phase=PodPhase.FAILED, message=text, reason=reason, is_final=reason is Reason.START_ERROR)
 
 
 def _why_deleted(pod: Pod) -> tuple[Reason | None, str]:
@@ -315,27 +315,27 @@ def _starting(pod: Pod) -> PodState:
     word, detail = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
     reason, text, is_final = WAITING.get(word, WAITING["ContainerCreating"])
     if reason is None:
-        return PodState(phase=Phase.STARTING, message=f"{text} on {pod.node}")
+        return PodState(phase=PodPhase.STARTING, message=f"{text} on {pod.node}")
     if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
         text = f"its image `{pod.image}` does not have the pool's `python`"
     elif reason is Reason.IMAGE_PULL:
         text += f": `{pod.image}`"
         is_final = is_final or _PERMANENT_PULL_ERROR.search(detail) is not None
     message = f"cannot start: {text} ({word}: {detail})" if detail else f"cannot start: {text} ({word})"
-    return PodState(phase=Phase.FAILED if is_final else Phase.STARTING, message=message, reason=reason, is_final=is_final)
+    return PodState(phase=PodPhase.FAILED if is_final else PodPhase.STARTING, message=message, reason=reason, is_final=is_final)
 
 
 def _unscheduled(pod: Pod) -> PodState:
     found = pod.condition("PodScheduled")
     word, detail = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
     if word == "SchedulingGated":
-        return PodState(phase=Phase.QUEUED, message="waits for its queue to admit it (SchedulingGated)")
-    return PodState(phase=Phase.QUEUED, message=f"waits for a node: {detail}" if detail else "waits to be scheduled")
+        return PodState(phase=PodPhase.QUEUED, message="waits for its queue to admit it (SchedulingGated)")
+    return PodState(phase=PodPhase.QUEUED, message=f"waits for a node: {detail}" if detail else "waits to be scheduled")
 
 
 def queue_text(states: Mapping[str, PodState]) -> str:
     """Return why the pods of an allocation are not all running; ``states``: pod → state."""
-    waiting = {name: one for name, one in states.items() if one.phase is not Phase.RUNNING}
+    waiting = {name: one for name, one in states.items() if one.phase is not PodPhase.RUNNING}
     by_message: dict[str, list[str]] = {}
     for name, one in waiting.items():
         by_message.setdefault(one.message, []).append(name)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from distflow.backends.allocated.engine import AllocationState, Over, Queued
 from distflow.backends.allocated.slurm.hostlists import expand_hosts
 from distflow.backends.allocated.slurm.job_request import log_path
-from distflow.backends.allocated.slurm.job_states import ENDS, Component, Phase, parse_limit, phase_of, state_text
+from distflow.backends.allocated.slurm.job_states import ENDS, Component, JobPhase, parse_limit, phase_of, state_text
 from distflow.documents.quantities import seconds_text
 from distflow.documents.text import plain
 from distflow.lifecycle.states import Reason
@@ -107,7 +107,7 @@ class JobEnd(Struct, frozen=True):
                 return None
         if not states:
             return Over(reason=None, message=f"Slurm no longer knows job {job}")
-        active = [state for state in states if phase_of(state) is not Phase.OVER]
+        active = [state for state in states if phase_of(state) is not JobPhase.OVER]
         if active:
             return Queued(why=state_text(active[0]))  # it was submitted after the query with squeue
         state = next((one for one in _BY_SEVERITY if one in states), states[0])

@@ -21,7 +21,7 @@ __all__ = [
     "PHASES",
     "SHOW_PARTITIONS",
     "Component",
-    "Phase",
+    "JobPhase",
     "jobs_of",
     "parse_limit",
     "partitions_of",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """The meaning of a Slurm state for an allocation."""
 
     QUEUED = "queued"
@@ -60,17 +60,17 @@ ENDS: Mapping[str, tuple[Reason | None, str]] = MappingProxyType(
 )
 """Final state → distflow's reason, and the end of a sentence about the job."""
 
-PHASES: Mapping[str, Phase] = MappingProxyType(
+PHASES: Mapping[str, JobPhase] = MappingProxyType(
     {
-        **dict.fromkeys(ENDS, Phase.OVER),
-        **dict.fromkeys(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "EXPEDITING"), Phase.GRANTED),
-        **dict.fromkeys(("COMPLETING", "STAGE_OUT", "UPDATE_DB"), Phase.ENDING),
+        **dict.fromkeys(ENDS, JobPhase.OVER),
+        **dict.fromkeys(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "EXPEDITING"), JobPhase.GRANTED),
+        **dict.fromkeys(("COMPLETING", "STAGE_OUT", "UPDATE_DB"), JobPhase.ENDING),
         **dict.fromkeys(
             (
                 "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
                 "SPECIAL_EXIT",
             ),
-            Phase.QUEUED,
+            JobPhase.QUEUED,
         ),
     }
 )  # fmt: skip
@@ -201,9 +201,9 @@ def state_text(state: str) -> str:
     return f"{text} ({plain(state)[:60]})"
 
 
-def phase_of(state: str) -> Phase:
+def phase_of(state: str) -> JobPhase:
     """Return the meaning of a state. A job in an unknown state counts as waiting until Slurm forgets it."""
-    return PHASES.get(state, Phase.QUEUED)
+    return PHASES.get(state, JobPhase.QUEUED)
 
 
 def parse_limit(text: str) -> float | None:

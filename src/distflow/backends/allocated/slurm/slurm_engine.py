@@ -48,7 +48,7 @@ from distflow.backends.allocated.slurm.job_request import (
 from distflow.backends.allocated.slurm.job_states import (
     SHOW_PARTITIONS,
     Component,
-    Phase,
+    JobPhase,
     jobs_of,
     partitions_of,
     pending_text,
@@ -347,7 +347,7 @@ class SlurmEngine:
             job: allocation
             for job, components in jobs.items()
             if (allocation := Allocation.of_marker(components[0].comment)) is not None
-            and any(phase_of(one.state) in (Phase.QUEUED, Phase.GRANTED) for one in components)
+            and any(phase_of(one.state) in (JobPhase.QUEUED, JobPhase.GRANTED) for one in components)
         }
         with self._state:
             later = {
@@ -366,7 +366,7 @@ class SlurmEngine:
         unwanted = [job for job, allocation in active.items() if job not in known and allocation in wanted]
         for job in known:
             phases = {phase_of(one.state) for one in jobs.get(job, ())}
-            if Phase.OVER in phases and phases & {Phase.QUEUED, Phase.GRANTED}:
+            if JobPhase.OVER in phases and phases & {JobPhase.QUEUED, JobPhase.GRANTED}:
                 unwanted.append(job)
         if unwanted:
             self.release(unwanted)
@@ -405,11 +405,11 @@ def _groups_of(components: Sequence[Component]) -> dict[str, int]:
 def _state_of(components: Sequence[Component], tasks: Sequence[str]) -> AllocationState | None:
     """Return the state of a job; ``None`` if it has ended or is unknown."""
     phases = {phase_of(one.state) for one in components}
-    if phases <= {Phase.OVER}:
+    if phases <= {JobPhase.OVER}:
         return None
-    if phases & {Phase.OVER, Phase.ENDING}:
+    if phases & {JobPhase.OVER, JobPhase.ENDING}:
         return Queued(why="waits for the end of its job: Slurm stops the processes")
-    waiting = [one for one in components if phase_of(one.state) is Phase.QUEUED]
+    waiting = [one for one in components if phase_of(one.state) is JobPhase.QUEUED]
     if waiting:
         first = next((one for one in waiting if one.reason != "None"), waiting[0])
         return Queued(

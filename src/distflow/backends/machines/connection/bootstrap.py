@@ -31,8 +31,8 @@ __all__ = [
     "RUNTIME",
     "STORAGE",
     "STUB",
-    "Bundle",
     "Opened",
+    "SourceArchive",
     "connect",
     "explain_exit",
     "explain_report",
@@ -49,7 +49,7 @@ _STORAGE: Final = (
 """Modules that ``storage.node_service`` needs in addition to the node runtime. A test runs it with only these."""
 
 
-class Bundle(Struct, frozen=True, kw_only=True, dict=True):
+class SourceArchive(Struct, frozen=True, kw_only=True, dict=True):
     """An archive of sources for nodes."""
 
     package: str
@@ -99,8 +99,8 @@ class Bundle(Struct, frozen=True, kw_only=True, dict=True):
         return digest.hexdigest()
 
 
-RUNTIME: Final = Bundle(package="distflow.runtime")
-STORAGE: Final = Bundle(package="distflow.storage", modules=_STORAGE)
+RUNTIME: Final = SourceArchive(package="distflow.runtime")
+STORAGE: Final = SourceArchive(package="distflow.storage", modules=_STORAGE)
 
 
 # The whole stub must parse on old versions of Python, so that they can report their version. Nothing is imported from a
@@ -290,7 +290,7 @@ _NOISE: Final = 16 * 1024
 _MOST_NOISE: Final = 4 * 1024 * 1024
 
 
-def service_argv(root: str, python: str, nonce: str, service: str, bundle: Bundle = RUNTIME) -> list[str]:
+def service_argv(root: str, python: str, nonce: str, service: str, bundle: SourceArchive = RUNTIME) -> list[str]:
     """Return the command that is executed on a node.
 
     ``service`` is a module of ``bundle.package`` that has a function ``serve(root, umask)``.
@@ -337,7 +337,7 @@ class Opened(Struct, frozen=True, kw_only=True):
 
 
 def open_service(
-    transport: Transport, root: str, python: str, service: str, *, timeout_s: float, bundle: Bundle = RUNTIME
+    transport: Transport, root: str, python: str, service: str, *, timeout_s: float, bundle: SourceArchive = RUNTIME
 ) -> Opened:
     """Start a service on the node. Raises ``NodeUnreachable``, or ``BootstrapFailed`` if it does not start there.
 

@@ -61,7 +61,7 @@ from distflow.storage.credentials import Identity
 from distflow.storage.task_data import Delivered, Delivery, InputRequest
 from distflow.transports.base import Transport
 
-__all__ = ["Connection", "OnAnswer", "now"]
+__all__ = ["NodeConnection", "OnAnswer", "now"]
 
 OnAnswer = Callable[[Mapping[str, Any] | DistflowError], None]
 
@@ -72,7 +72,7 @@ _ROOM_S = 5.0
 _END = "exit.json"
 
 
-class Connection:
+class NodeConnection:
     """The communication with one node."""
 
     def __init__(self, pool: Pool, node: Node, transport: Transport, sink: Sink, logs: LogSink) -> None:

@@ -32,7 +32,16 @@ from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayR
 from distflow.structs import replace
 from distflow.transports.base import Transport
 
-__all__ = ["Blob", "Fetched", "Pace", "build_venv_on_node", "deliver_from_node", "fetch_on_node", "fetch_output", "send_blobs"]
+__all__ = [
+    "Blob",
+    "Fetched",
+    "TransferRate",
+    "build_venv_on_node",
+    "deliver_from_node",
+    "fetch_on_node",
+    "fetch_output",
+    "send_blobs",
+]
 
 
 class Blob(Struct, frozen=True, kw_only=True):
@@ -260,7 +269,7 @@ _LONGEST_PROGRESS = 120
 _REPORT_INTERVAL_S = 1.0
 
 
-class Pace:
+class TransferRate:
     """The rate of a transfer. Bytes that an earlier try has transferred do not count."""
 
     def __init__(self) -> None:

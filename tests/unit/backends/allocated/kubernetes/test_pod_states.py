@@ -10,8 +10,8 @@ from distflow.backends.allocated.kubernetes.pod_states import (
     FAILURES,
     TERMINATIONS,
     WAITING,
-    Phase,
     Pod,
+    PodPhase,
     failure_of,
     state_of,
     vanished,
@@ -52,88 +52,88 @@ def disrupted(reason: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("found", "phase", "reason", "words"),
     [
-        (pod({"phase": "Pending"}, node=""), Phase.QUEUED, None, "waits to be scheduled"),
+        (pod({"phase": "Pending"}, node=""), PodPhase.QUEUED, None, "waits to be scheduled"),
         (
             pod({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, node=""),
-            Phase.QUEUED,
+            PodPhase.QUEUED,
             None,
             "2 Insufficient nvidia.com/gpu",
         ),
-        (pod({"phase": "Pending", "conditions": [GATED]}, node=""), Phase.QUEUED, None, "waits for its queue"),
-        (pod({"phase": "Pending"}), Phase.STARTING, None, "is being created"),
-        (pod(container("Pending", waiting={"reason": "ContainerCreating"})), Phase.STARTING, None, "is being created"),
-        (pod(container("Pending", waiting={"reason": "BrandNew"})), Phase.STARTING, None, "is being created"),
+        (pod({"phase": "Pending", "conditions": [GATED]}, node=""), PodPhase.QUEUED, None, "waits for its queue"),
+        (pod({"phase": "Pending"}), PodPhase.STARTING, None, "is being created"),
+        (pod(container("Pending", waiting={"reason": "ContainerCreating"})), PodPhase.STARTING, None, "is being created"),
+        (pod(container("Pending", waiting={"reason": "BrandNew"})), PodPhase.STARTING, None, "is being created"),
         (
             pod(container("Pending", waiting={"reason": "ErrImagePull", "message": "dial tcp: i/o timeout"})),
-            Phase.STARTING,
+            PodPhase.STARTING,
             Reason.IMAGE_PULL,
             "i:1",
         ),
         (
             pod(container("Pending", waiting={"reason": "ErrImagePull", "message": "docker.io/i:1: not found"})),
-            Phase.FAILED,
+            PodPhase.FAILED,
             Reason.IMAGE_PULL,
             "i:1",
         ),
-        (pod(container("Pending", waiting={"reason": "ErrImageNeverPull"})), Phase.FAILED, Reason.IMAGE_PULL, "pull policy"),
+        (pod(container("Pending", waiting={"reason": "ErrImageNeverPull"})), PodPhase.FAILED, Reason.IMAGE_PULL, "pull policy"),
         (
             pod(container("Pending", waiting={"reason": "RunContainerError", "message": NO_PYTHON})),
-            Phase.FAILED,
+            PodPhase.FAILED,
             Reason.START_ERROR,
             "`i:1` does not have the pool's `python`",
         ),
-        (pod(container("Running", running={})), Phase.RUNNING, None, ""),
-        (pod(container("Running", running={}), deleted=True), Phase.ENDING, None, "deleted"),
+        (pod(container("Running", running={})), PodPhase.RUNNING, None, ""),
+        (pod(container("Running", running={}), deleted=True), PodPhase.ENDING, None, "deleted"),
         (
             pod(container("Running", running={}) | {"conditions": [{"type": "Ready", "status": "False"}]}, deleted=True),
-            Phase.ENDING,
+            PodPhase.ENDING,
             Reason.NODE_LOST,
             "no longer responds",
         ),
         (
             pod(container("Running", running={}) | disrupted("PreemptionByScheduler"), deleted=True),
-            Phase.ENDING,
+            PodPhase.ENDING,
             Reason.PREEMPTED,
             "",
         ),
         (
             pod(container("Running", running={}) | disrupted("DeletionByTaintManager"), deleted=True),
-            Phase.ENDING,
+            PodPhase.ENDING,
             Reason.NODE_LOST,
             "",
         ),
-        (pod(container("Succeeded", terminated={"reason": "Completed", "exitCode": 0})), Phase.DONE, None, ""),
+        (pod(container("Succeeded", terminated={"reason": "Completed", "exitCode": 0})), PodPhase.DONE, None, ""),
         (
             pod(container("Failed", terminated={"reason": "OOMKilled", "exitCode": 137})),
-            Phase.FAILED,
+            PodPhase.FAILED,
             Reason.OOM_KILLED,
             "memory",
         ),
         (
             pod(container("Failed", terminated={"reason": "StartError", "exitCode": 128, "message": NO_PYTHON})),
-            Phase.FAILED,
+            PodPhase.FAILED,
             Reason.START_ERROR,
             "`i:1` does not have the pool's `python`",
         ),
         (
             pod(container("Failed", terminated={"reason": "Error", "exitCode": 1})),
-            Phase.FAILED,
+            PodPhase.FAILED,
             Reason.START_ERROR,
             "exit code 1",
         ),
         (
             pod({"phase": "Failed", "reason": "Evicted", "message": "low on resource: memory"}),
-            Phase.FAILED,
+            PodPhase.FAILED,
             Reason.EVICTED,
             "memory",
         ),
-        (pod({"phase": "Failed"}, deleted=True), Phase.ENDING, None, "deleted"),
-        (pod({"phase": "Failed", "reason": "Shutdown"}), Phase.FAILED, Reason.NODE_LOST, "shut down"),
-        (pod({"phase": "Failed", "reason": "OutOfcpu"}, node="n1"), Phase.FAILED, Reason.NODE_LOST, "too few CPUs"),
-        (pod({"phase": "Failed", "reason": "Unheard"}), Phase.FAILED, Reason.START_ERROR, "Unheard"),
+        (pod({"phase": "Failed"}, deleted=True), PodPhase.ENDING, None, "deleted"),
+        (pod({"phase": "Failed", "reason": "Shutdown"}), PodPhase.FAILED, Reason.NODE_LOST, "shut down"),
+        (pod({"phase": "Failed", "reason": "OutOfcpu"}, node="n1"), PodPhase.FAILED, Reason.NODE_LOST, "too few CPUs"),
+        (pod({"phase": "Failed", "reason": "Unheard"}), PodPhase.FAILED, Reason.START_ERROR, "Unheard"),
     ],
 )
-def test_states_of_pods(found: Pod, phase: Phase, reason: Reason | None, words: str) -> None:
+def test_states_of_pods(found: Pod, phase: PodPhase, reason: Reason | None, words: str) -> None:
     state = state_of(found)
     assert (state.phase, state.reason) == (phase, reason)
     assert words in state.message
@@ -146,7 +146,7 @@ def test_every_reason_has_a_meaning(word: str) -> None:
         pod(container("Failed", terminated={"reason": word, "exitCode": 1, "message": "m"})),
         pod(container("Pending", waiting={"reason": word, "message": "m"})),
     ):
-        assert state_of(found).phase in (Phase.FAILED, Phase.STARTING)
+        assert state_of(found).phase in (PodPhase.FAILED, PodPhase.STARTING)
     reason, text = failure_of(word, "m")
     assert isinstance(reason, Reason)
     assert text
@@ -154,7 +154,7 @@ def test_every_reason_has_a_meaning(word: str) -> None:
 
 @pytest.mark.parametrize("status", [None, [], {"phase": 3}, {"containerStatuses": {}}, {"conditions": [3], "phase": "Running"}])
 def test_a_malformed_status_raises_nothing(status: Any) -> None:
-    assert state_of(Pod({"metadata": None, "spec": [], "status": status})).phase in Phase
+    assert state_of(Pod({"metadata": None, "spec": [], "status": status})).phase in PodPhase
 
 
 def test_a_missing_pod_is_explained_by_its_last_state_or_by_events() -> None:

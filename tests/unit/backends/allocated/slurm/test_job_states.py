@@ -14,7 +14,7 @@ from distflow.backends.allocated.slurm.job_states import (
     ENDS,
     PHASES,
     Component,
-    Phase,
+    JobPhase,
     jobs_of,
     pending_text,
     phase_of,
@@ -33,11 +33,11 @@ REASONS = (CORPORA / "slurm_reasons.txt").read_text().split()
 
 def test_every_state_of_slurm_is_known() -> None:
     assert sorted(PHASES) == sorted(STATES)
-    assert {state for state, phase in PHASES.items() if phase is Phase.OVER} == set(ENDS)
+    assert {state for state, phase in PHASES.items() if phase is JobPhase.OVER} == set(ENDS)
 
 
 def test_an_unknown_state_waits() -> None:
-    assert phase_of("DREAMING") is Phase.QUEUED
+    assert phase_of("DREAMING") is JobPhase.QUEUED
     assert state_text("DREAMING") == "waits (DREAMING)"
 
 
