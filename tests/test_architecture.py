@@ -46,6 +46,17 @@ def test_a_module_declares_its_public_names(path: Path) -> None:
     assert not missing, f"{path}: the module lacks names of __all__: {missing}"
 
 
+def test_public_classes_have_different_names() -> None:
+    """Only classes of ``distflow.api.spec`` share the names of the classes of ``distflow.spec.model`` that they describe."""
+    modules: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(str(path.relative_to(ROOT / "src/distflow")))
+    repeated = {name: paths for name, paths in modules.items() if len(paths) > 1}
+    assert set(map(tuple, repeated.values())) == {("api/spec.py", "spec/model.py")}, repeated
+
+
 def _declared(tree: ast.Module) -> list[str] | None:
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
