@@ -3,9 +3,8 @@
 The script prints each phrase that makes a text hard to read, with its file, line and replacement. codespell checks the
 (American) spelling.
 
-`[tool.distflow-prose]` in pyproject.toml lists the parts of the repository that are not checked yet. To clean one up, remove it
-from that list, run this script, and fix its findings. The script does not check text between backticks: use them for code, and
-for correct words that a rule forbids.
+`[tool.distflow-prose]` in pyproject.toml lists unchecked files. The script does not check text between backticks: use them for
+code, and for correct words that a rule forbids.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def files(skipped: list[str]) -> list[Path]:
 def main() -> int:
     """Print all findings of the rules and of codespell. Return 1 if there are any, else 0."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["distflow-prose"]
-    checked = files(settings["not-clean-yet"])
+    checked = files(settings["unchecked"])
     found = 0
     for path in checked:
         for line, phrase, remedy in findings(path):

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from distflow.testing.sshd import missing_sshd
 from distflow.testing.waiting import wait_until
-from pages import LIMIT_S, LOOK_S, LOOKS, ROOT, Block, Terminal, blocks_of, is_as_shown, screens_of, shown_in, ssh_hosts
+from pages import LIMIT_S, REPEAT_S, REPEATABLE, ROOT, Block, Terminal, blocks_of, is_as_shown, screens_of, shown_in, ssh_hosts
 
 SCREENS = ROOT / "docs" / "screens"
 COLUMNS, LINES = 100, 50
@@ -140,9 +140,9 @@ def play(blocks: Sequence[Block], folder: Path, draw: Callable[[str, str], None]
                 def is_right(printed: str, expected: tuple[str, ...] = shown.output, any_order: bool = any_order) -> bool:
                     return not expected or is_as_shown(expected, printed, any_order=any_order)
 
-                if LOOKS.match(shown.command):
+                if REPEATABLE.match(shown.command):
                     with contextlib.suppress(TimeoutError):
-                        wait_until(lambda command=shown.command: is_right(terminal.run(command)[1]), LOOK_S)  # type: ignore[misc]
+                        wait_until(lambda command=shown.command: is_right(terminal.run(command)[1]), REPEAT_S)  # type: ignore[misc]
                 if any(screen.first == number for screen in screens_of(block)):
                     window.clear()
                 code, printed = window.run(shown.command)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from chaos.hosts import ENDS, HARMLESS, Deed, Gang, draw_deed, held_leases
+from chaos.hosts import ENDS, HARMLESS, HostGang, HostSchedule, draw_host_schedule, held_leases
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
@@ -66,7 +66,7 @@ class Soak:
         self.lab = lab
         self.links = links
         self.seconds = minutes * 60
-        self.deeds: list[tuple[Deed, float]] = []
+        self.schedules: list[tuple[HostSchedule, float]] = []
         self.wrong: list[str] = []
         self.memory: list[tuple[float, int, int, int]] = []
         """Samples of the supervisor before the first kill: seconds, resident KiB, open files, workflows so far."""
@@ -99,7 +99,7 @@ class Soak:
         go.touch()
         self.lab.cli.run("workflow", "query", "anchor-1")
         try:
-            self.lab.await_nothing_left()
+            self.lab.await_no_processes()
         except TimeoutError:
             self.wrong += [f"left: {pid} {command[:200]}" for pid, command in self.lab.cli.processes()]
         self.wrong += [f"held: {lease}" for lease in held_leases(self.lab)]
@@ -107,14 +107,14 @@ class Soak:
     def _work(self) -> None:
         while self.age_s < self.seconds:
             harmless = [one for one in self._faults if one != "supervisor" or not self.spares_supervisor]
-            deed = draw_deed(next(self._seeds), most_tasks=4, ends=GANG_ENDS, harmless=harmless)
+            schedule = draw_host_schedule(next(self._seeds), most_tasks=4, ends=GANG_ENDS, harmless=harmless)
             begun = time.monotonic()
             try:
-                self.wrong += [f"{deed}: {words}" for words in Gang(self.lab, deed, self.links).run()]
+                self.wrong += [f"{schedule}: {words}" for words in HostGang(self.lab, schedule, self.links).run()]
             except (AssertionError, TimeoutError) as error:
-                self.wrong.append(f"{deed}: {error}")
-            self.deeds.append((deed, time.monotonic() - begun))
-            print(f"{self.age_s:6.0f} s  {len(self.deeds)} workflows, {len(self.wrong)} wrong", end="\r", file=sys.stderr)
+                self.wrong.append(f"{schedule}: {error}")
+            self.schedules.append((schedule, time.monotonic() - begun))
+            print(f"{self.age_s:6.0f} s  {len(self.schedules)} workflows, {len(self.wrong)} wrong", end="\r", file=sys.stderr)
 
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(SAMPLE_S):
@@ -126,23 +126,23 @@ class Soak:
                 except OSError:
                     continue
                 kib = int(status.partition("VmRSS:")[2].split()[0])
-                self.memory.append((self.age_s, kib, files, len(self.deeds)))
+                self.memory.append((self.age_s, kib, files, len(self.schedules)))
 
     def report(self, machine: str) -> str:
         """Return the report as a page of Markdown."""
-        ends = Counter(deed.end for deed, _ in self.deeds)
-        faults = Counter(fault for deed, _ in self.deeds for fault, _ in deed.faults)
-        times = [seconds for _, seconds in self.deeds]
+        ends = Counter(schedule.end for schedule, _ in self.schedules)
+        faults = Counter(fault for schedule, _ in self.schedules for fault, _ in schedule.faults)
+        times = [seconds for _, seconds in self.schedules]
         quarter = max(1, len(self.memory) // 4)
         when = f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {self.seconds / 60:g} minutes{machine and f', {machine}'}"
-        tasks = sum(deed.tasks for deed, _ in self.deeds)
+        tasks = sum(schedule.tasks for schedule, _ in self.schedules)
         lines = [
             "# A soak",
             "",
             PURPOSE,
             "",
             f"* {when}.",
-            f"* {len(self.deeds)} workflows with {tasks} tasks, {AT_ONCE} at a time, on {HOSTS} hosts behind OpenSSH.",
+            f"* {len(self.schedules)} workflows with {tasks} tasks, {AT_ONCE} at a time, on {HOSTS} hosts behind OpenSSH.",
             f"* From `submit` to the end: {statistics.median(times):.1f} s in the median, {max(times):.1f} s at most.",
             f"* Leaked, hung, or recorded wrongly: {len(self.wrong)}.",
             "",

@@ -145,7 +145,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Stop a cluster when the next test does not need it, because it takes processor time without work, too."""
+    """Stop a cluster when the next test does not need it, because even an idle cluster takes processor time."""
     for name, pattern in _CLUSTERS.items():
         if pattern.search(item.nodeid) and (nextitem is None or not pattern.search(nextitem.nodeid)):
             found: Any = item  # pytest has no public way to end a fixture before its scope ends

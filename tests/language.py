@@ -26,36 +26,36 @@ def used_keys(document: Any) -> frozenset[str]:
     return frozenset(_walk(_SCHEMA, document, ""))
 
 
-def _keys(part: Mapping[str, Any], where: str) -> Iterator[str]:
+def _keys(part: Mapping[str, Any], prefix: str) -> Iterator[str]:
     part = _resolved(part)
     proposals = "propertyNames" in part  # names of values, for editors, not keys of the language
     for key, value in part.get("properties", {}).items():
         if not value.get("x-distflow") and not proposals:
-            yield f"{where}{key}"
-            yield from _keys(value, _place(value, f"{where}{key}."))
-    for below in ("items", "additionalProperties"):
-        if isinstance(part.get(below), dict):
-            yield from _keys(part[below], _place(part[below], where))
+            yield f"{prefix}{key}"
+            yield from _keys(value, _prefix_of(value, f"{prefix}{key}."))
+    for keyword in ("items", "additionalProperties"):
+        if isinstance(part.get(keyword), dict):
+            yield from _keys(part[keyword], _prefix_of(part[keyword], prefix))
 
 
-def _walk(part: Mapping[str, Any], value: Any, where: str) -> Iterator[str]:
+def _walk(part: Mapping[str, Any], value: Any, prefix: str) -> Iterator[str]:
     part = _resolved(part)
     if isinstance(value, dict):
         known, others = part.get("properties", {}), part.get("additionalProperties")
         for key, inner in value.items():
             if key in known:
-                yield f"{where}{key}"
-                yield from _walk(known[key], inner, _place(known[key], f"{where}{key}."))
+                yield f"{prefix}{key}"
+                yield from _walk(known[key], inner, _prefix_of(known[key], f"{prefix}{key}."))
             elif isinstance(others, dict):
-                yield from _walk(others, inner, _place(others, where))
+                yield from _walk(others, inner, _prefix_of(others, prefix))
     elif isinstance(value, list) and "items" in part:
         for inner in value:
-            yield from _walk(part["items"], inner, _place(part["items"], where))
+            yield from _walk(part["items"], inner, _prefix_of(part["items"], prefix))
 
 
-def _place(part: Mapping[str, Any], where: str) -> str:
-    """Return the prefix for the keys of a part: the part's name in the schema if it has one, else ``where``."""
-    return f"{_name(part)}." if "$ref" in part and "properties" in _resolved(part) else where
+def _prefix_of(part: Mapping[str, Any], prefix: str) -> str:
+    """Return the prefix for the keys of a part: the part's name in the schema if it has one, else ``prefix``."""
+    return f"{_name(part)}." if "$ref" in part and "properties" in _resolved(part) else prefix
 
 
 def _resolved(part: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -48,11 +48,11 @@ from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
 
 __all__ = [
-    "LANGUAGES", "LIMIT_S", "LOOKS", "LOOK_S", "NOTHING", "PAGES", "REASONS", "ROOT", "Block", "Screen", "Shown", "Terminal",
-    "all_blocks", "blocks_of", "is_as_shown", "screens_of", "seen", "shown_in", "ssh_hosts",
+    "LANGUAGES", "LIMIT_S", "NO_VARIABLES", "PAGES", "REASONS", "REPEATABLE", "REPEAT_S", "ROOT", "Block", "Screen", "Shown",
+    "Terminal", "all_blocks", "blocks_of", "displayed", "is_as_shown", "screens_of", "shown_in", "ssh_hosts",
 ]  # fmt: skip
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 LANGUAGES = {"console", "yaml", "python", "text", "json"}
@@ -72,8 +72,10 @@ REASONS = {
 }
 COLUMNS, LINES = 110, 40
 LIMIT_S = 120.0
-LOOK_S = 60.0
-LOOKS = re.compile(r"distflow (workflow )?(query|status|why|list|logs|events|stacks)\b(?!.* (-f|--follow|-w|--watch)\b)")
+REPEAT_S = 60.0
+"""Time limit for repeating a command until it prints the output of the page."""
+REPEATABLE = re.compile(r"distflow (workflow )?(query|status|why|list|logs|events|stacks)\b(?!.* (-f|--follow|-w|--watch)\b)")
+"""Commands that only read, so they may be repeated."""
 
 
 # -- the language of the pages ----------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ _VARYING = (
 """Patterns of text that differs from run to run, and the placeholders that replace it."""
 
 
-def normal(line: str) -> str:
+def normalize(line: str) -> str:
     """Return a line with placeholders for text that differs from run to run, and then with single spaces."""
     replaced = line
     for pattern, placeholder in _VARYING:
@@ -200,12 +202,12 @@ def normal(line: str) -> str:
 
 def pattern_of(line: str) -> str:
     """Return a regular expression for one line of a page."""
-    return ".*".join(re.escape(piece) for piece in normal(line).split("…"))
+    return ".*".join(re.escape(piece) for piece in normalize(line).split("…"))
 
 
 def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = False) -> bool:
     """Return whether the output of a command matches the page."""
-    lines = [normal(line) for line in printed.rstrip().splitlines()]
+    lines = [normalize(line) for line in printed.rstrip().splitlines()]
     while expected and not expected[-1].strip():
         expected = expected[:-1]
     if any_order:
@@ -226,7 +228,7 @@ def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = Fa
 class Terminal:
     """Runs the commands of a page as on a terminal, in a directory with its own state and configuration."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] = NOTHING, programs: str | None = None) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] = NO_VARIABLES, programs: str | None = None) -> None:
         """Create the directory below ``folder``.
 
         ``environment`` has further variables of commands and tasks. ``programs`` is a directory that precedes those in PATH.
@@ -274,7 +276,7 @@ class Terminal:
         finally:
             os.close(master)
             process.kill()
-        return self._code, seen(data.decode("utf-8", "replace"))
+        return self._code, displayed(data.decode("utf-8", "replace"))
 
     def end(self) -> None:
         """Cancel the workflows that still run, and wait until the supervisor has ended."""
@@ -285,13 +287,13 @@ class Terminal:
         store = StateDirectory(self.state).store
         if store.exists():
             with Store(store) as opened:
-                left = [record.id for record in opened.list(count=1000) if not record.state.is_final]
-            if left:
-                self.run(f"distflow workflow cancel --force --wait 60 {' '.join(left)}")
+                unfinished = [record.id for record in opened.list(count=1000) if not record.state.is_final]
+            if unfinished:
+                self.run(f"distflow workflow cancel --force --wait 60 {' '.join(unfinished)}")
         wait_until(lambda: not is_running(StateDirectory(self.state)), 60)
 
 
-def seen(text: str) -> str:
+def displayed(text: str) -> str:
     """Return the text as a terminal shows it: of a line that was overwritten, only the last text."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(re.split(r"\r(?:\x1b\[K)?", line)[-1] for line in lines)

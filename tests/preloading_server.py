@@ -1,7 +1,7 @@
 """The server process of ``preloaded``, and the forks of it.
 
 Its arguments are ``torch``, ``distflow``, ``ray`` or ``storage``, the descriptor of a listening socket, the process with which
-the server ends, and a text that is only long.
+the server ends, and a long text, which reserves memory for ``_show``.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_PATH]
-    # The last ones, because each name that is read costs a page fault, which copies its page.
+    # Only the names at the end are read, because each costs a page fault, which copies its page.
     for name in [*itertools.takewhile(lambda name: name not in _LOADED, reversed(sys.modules))]:
         del sys.modules[name]
     process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]

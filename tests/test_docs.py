@@ -25,20 +25,20 @@ from distflow.testing.sshd import missing_sshd
 from distflow.testing.waiting import wait_until
 from pages import (
     LANGUAGES,
-    LOOK_S,
-    LOOKS,
-    NOTHING,
+    NO_VARIABLES,
     PAGES,
     REASONS,
+    REPEAT_S,
+    REPEATABLE,
     ROOT,
     Block,
     Shown,
     Terminal,
     all_blocks,
     blocks_of,
+    displayed,
     is_as_shown,
     screens_of,
-    seen,
     shown_in,
     ssh_hosts,
 )
@@ -66,7 +66,7 @@ def _pages_with_commands() -> list[Path]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _pages_with_commands(), ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    site = {"PYTHONPATH": request.getfixturevalue("forking_site")} if page.name in TRAINING else NOTHING
+    site = {"PYTHONPATH": request.getfixturevalue("forking_site")} if page.name in TRAINING else NO_VARIABLES
     programs = None if page.name == "README.md" else request.getfixturevalue("forking_programs")
     terminal = Terminal(tmp_path, site, programs)
     _run_page(terminal, [block for block in all_blocks() if block.page == page and _runs_locally(block)])
@@ -111,9 +111,9 @@ def _run_block(terminal: Terminal, block: Block) -> None:
             return not shown.output or is_as_shown(shown.output, printed, any_order=any_order)
 
         is_right = prints_the_page()
-        if not is_right and LOOKS.match(shown.command):
+        if not is_right and REPEATABLE.match(shown.command):
             with contextlib.suppress(TimeoutError):
-                is_right = wait_until(prints_the_page, LOOK_S)
+                is_right = wait_until(prints_the_page, REPEAT_S)
         may_fail = position + 1 < len(commands) and "$?" in commands[position + 1].command
         if not is_right or (code and not may_fail):
             expected = "\n".join(shown.output)
@@ -172,7 +172,7 @@ def test_blocks_have_known_languages_and_valid_notes() -> None:
             assert not block.text.startswith("$ "), f"{block.place}: a command that is not run"
 
 
-def test_there_are_commands_and_specs() -> None:
+def test_pages_have_many_commands_and_specs() -> None:
     commands = [shown for block in all_blocks() if block.language == "console" for shown in shown_in(block)]
     run = [shown for shown in commands if shown.block.note("not run") is None]
     assert len(run) > 30
@@ -201,12 +201,12 @@ def _script(name: str) -> ModuleType:
 
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a page; a repeated one gets a number."""
-    seen_before: dict[str, int] = {}
+    counts: dict[str, int] = {}
     found = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *$", _prose(page), re.MULTILINE):
         slug: str = _script("generate_docs").slug(heading)
-        count = seen_before.get(slug, 0)
-        seen_before[slug] = count + 1
+        count = counts.get(slug, 0)
+        counts[slug] = count + 1
         found.add(f"{slug}-{count}" if count else slug)
     return found
 
@@ -395,7 +395,8 @@ def test_in_any_order_each_line_is_required() -> None:
 
 def test_a_terminal_shows_the_last_text_of_a_line() -> None:
     assert (
-        seen("x-1\r\nx-1 PENDING\r\x1b[K[a] hello\r\nx-1 RUNNING\r\x1b[Kx-1 COMPLETED\r\n") == "x-1\n[a] hello\nx-1 COMPLETED\n"
+        displayed("x-1\r\nx-1 PENDING\r\x1b[K[a] hello\r\nx-1 RUNNING\r\x1b[Kx-1 COMPLETED\r\n")
+        == "x-1\n[a] hello\nx-1 COMPLETED\n"
     )
 
 
@@ -427,7 +428,7 @@ def test_pages_that_run_at_the_same_time_share_no_leases(tmp_path: Path) -> None
     (one.folder / "holds.yaml").write_text(spec)
     try:
         assert one.run("distflow workflow submit holds.yaml")[0] == 0
-        wait_until(lambda: "holds-1/a" in one.run("distflow resource list --live")[1], LOOK_S)
+        wait_until(lambda: "holds-1/a" in one.run("distflow resource list --live")[1], REPEAT_S)
         assert "Nothing is in use on these nodes" in other.run("distflow resource list --live")[1]
     finally:
         one.end()

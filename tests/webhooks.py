@@ -25,7 +25,7 @@ class Receiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/{SECRET}?key={SECRET}"
         self.received: list[dict[str, Any]] = []
-        self.logins: list[str | None] = []
+        self.authorizations: list[str | None] = []
         """The header ``Authorization`` of each request."""
         self.answers: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.is_silent = threading.Event()
@@ -39,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.received.append(json.loads(body))
-        self.server.logins.append(self.headers["Authorization"])
+        self.server.authorizations.append(self.headers["Authorization"])
         if self.server.is_silent.is_set():
             self.server.may_answer.wait(60)
         self.send_response(200 if self.server.answers.empty() else self.server.answers.get())

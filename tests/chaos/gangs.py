@@ -1,4 +1,4 @@
-"""What gangs under random faults have in common, on hosts behind SSH and on cluster engines."""
+"""The common part of gangs under random faults, on SSH hosts and on cluster engines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TASK = """    - name: tNUMBER
 
 
 class ChaosGang:
-    """One gang in a folder of its own. Its tasks print numbered lines until the file ``go`` exists."""
+    """One gang with its own folder. Its tasks print numbered lines until the file ``go`` exists."""
 
     end_s = 60.0
     """How long the gang may take to reach a state."""
@@ -62,12 +62,12 @@ class ChaosGang:
 
     @property
     def record(self) -> WorkflowRecord:
-        """The workflow as the store has it."""
+        """The workflow's record in the store."""
         with Store(self.cli.state / "distflow.sqlite3") as store:
             return store.find(self._name)
 
     def spec(self, tasks: int, *, is_retried: bool, first: str = ":") -> str:
-        """Return a spec. Each task begins with ``first``, and with ``is_retried`` it has a second attempt."""
+        """Return a spec. Each task begins with the shell command ``first``. With ``is_retried``, it has a second attempt."""
         text = _SPEC + "".join(
             _TASK.replace("FIRST", first.strip())
             .replace("NUMBER", str(number))
@@ -84,9 +84,9 @@ class ChaosGang:
         (self.folder / "code").rename(self.folder / f"t{victim}.code")
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait as a person does: by commands, which start a supervisor when there is none."""
+        """Wait for a condition. If there is no supervisor, run a command that starts one, as a user would."""
 
-        def look() -> bool:
+        def check() -> bool:
             if condition():
                 return True
             if self.cli.supervisor() is None:
@@ -94,7 +94,7 @@ class ChaosGang:
             return False
 
         try:
-            wait_until(look, self.end_s, what)
+            wait_until(check, self.end_s, what)
         except TimeoutError as error:
             events = self.cli.run("workflow", "events", self._name).out
             raise AssertionError(f"{self._schedule}: {error}\n{events}\n{self.record}") from None

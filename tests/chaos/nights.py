@@ -1,4 +1,4 @@
-"""One schedule against the real supervisor and store with simulated nodes, and what must hold while it runs and after it."""
+"""Run a schedule with the real supervisor and store and simulated nodes, and check them during the run and after it."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Store
 from distflow.testing.attempts import Behavior
 from unit.supervisor.gangs import Driver, node, pool
 
-__all__ = ["doubles", "leaks", "lies", "play", "unfinished"]
+__all__ = ["concurrent_attempts", "leftovers", "record_errors", "run_schedule", "unfinished"]
 
 _LEASES_END_S = 200.0
-_DEEDS = 40
-"""Within how many acts (twice for each save and each command) a supervisor that is to be killed is killed."""
+_ACTS = 40
+"""The fault `die` kills the supervisor within this number of acts. Each save and each command counts as two acts."""
 _UNCERTAIN_S = 0.01
-_OWN = (Reason.EXIT_CODE, Reason.SIGNAL)
+_OWN_FAILURES = (Reason.EXIT_CODE, Reason.SIGNAL)
 
 
-def play(schedule: Schedule) -> list[str]:
-    """Run a schedule to its end; return what is wrong, in words. Nothing is, where distflow keeps what it promises."""
-    night = _Night(schedule)
+def run_schedule(schedule: Schedule) -> list[str]:
+    """Run a schedule to its end, and return a description of each error."""
+    run = _Run(schedule)
     try:
-        night.run()
+        run.run()
     except AssertionError as error:
-        return [*night.wrong, str(error)[:2000]]
+        return [*run.errors, str(error)[:2000]]
     stepped_s = sum(abs(fault.amount) for fault in schedule.faults if fault.kind == "step")
-    driver = night.driver
-    return [*night.wrong, *leaks(driver), *lies(driver.workflows, driver.backend.ends, stepped_s)]
+    driver = run.driver
+    return [*run.errors, *leftovers(driver), *record_errors(driver.workflows, driver.backend.ends, stepped_s)]
 
 
-class _Doubting(Supervisor):
-    """A supervisor that decides everything twice: what the last decision left may save work, and changes no decision."""
+class _RecomputingSupervisor(Supervisor):
+    """A supervisor that makes each decision twice. Cached results of the last decision must not change it."""
 
     def decide(self) -> Decision:
         found = super().decide()
-        anew = decide(replace(self.snapshot(), last_decision=LastDecision()), self._now())
-        assert replace(found, last_decision=anew.last_decision) == anew
+        recomputed = decide(replace(self.snapshot(), last_decision=LastDecision()), self._now())
+        assert replace(found, last_decision=recomputed.last_decision) == recomputed
         return found
 
 
@@ -57,69 +57,69 @@ class _Killed(BaseException):
     """The supervisor's process was killed."""
 
 
-class _Life:
-    """How many more times a supervisor may save or give a command: it is killed before or after one of them."""
+class _KillCountdown:
+    """The number of acts until the supervisor is killed: before or after it saves or sends a command."""
 
     def __init__(self) -> None:
-        self.left: int | None = None
+        self.remaining: int | None = None
 
-    def spend(self) -> None:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
+    def count_down(self) -> None:
+        if self.remaining is not None:
+            self.remaining -= 1
+            if self.remaining < 0:
                 raise _Killed
 
 
-class _MortalStore(Store):
-    """A store whose user may be killed before or after it saves."""
+class _KillableStore(Store):
+    """A store whose supervisor may be killed before or after it saves."""
 
-    life: _Life
+    countdown: _KillCountdown
 
     def save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notices: Iterable[Notice] = ()) -> None:
-        self.life.spend()
+        self.countdown.count_down()
         super().save(records, events, notices)
-        self.life.spend()
+        self.countdown.count_down()
 
 
-class _MortalBackend:
-    """A backend whose user may be killed before or after each of its commands."""
+class _KillableBackend:
+    """A backend whose supervisor may be killed before or after each command."""
 
-    def __init__(self, backend: Backend, life: _Life) -> None:
+    def __init__(self, backend: Backend, countdown: _KillCountdown) -> None:
         self._backend = backend
-        self._life = life
+        self._countdown = countdown
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         command = getattr(self._backend, name)
 
-        def give(*args: object, **options: object) -> object:
-            self._life.spend()
+        def send(*args: object, **options: object) -> object:
+            self._countdown.count_down()
             answer = command(*args, **options)
-            self._life.spend()
+            self._countdown.count_down()
             return answer
 
-        return give
+        return send
 
 
-class _MortalDriver(Driver):
+class _KillableDriver(Driver):
     """A driver whose supervisor can be killed in the middle of a step."""
 
     def __init__(self, on: Pool, behavior: Callable[[AttemptKey], Behavior], clocks: Mapping[str, Clock]) -> None:
-        self._life = _Life()
+        self._countdown = _KillCountdown()
         super().__init__(on=on, behavior=behavior, clocks=clocks)
 
     def open_store(self) -> Store:
-        store = _MortalStore(self.directory.store)
-        store.life = self._life
+        store = _KillableStore(self.directory.store)
+        store.countdown = self._countdown
         return store
 
     def open_backend(self, _pool: Pool, _sink: Sink) -> Backend:
-        return cast("Backend", _MortalBackend(self.backend, self._life))
+        return cast("Backend", _KillableBackend(self.backend, self._countdown))
 
-    supervisor_type = _Doubting
+    supervisor_type = _RecomputingSupervisor
 
-    def die_after(self, deeds: int) -> None:
-        """Kill the supervisor at an instant to come: before or after it saves or gives a command."""
-        self._life.left = deeds
+    def die_after(self, acts: int) -> None:
+        """Kill the supervisor after a number of acts: before or after it saves or sends a command."""
+        self._countdown.remaining = acts
 
     def step(self) -> float | None:
         try:
@@ -129,18 +129,18 @@ class _MortalDriver(Driver):
             return super().step()
 
     def restart(self) -> None:
-        self._life.left = None
+        self._countdown.remaining = None
         super().restart()
 
 
-class _Night:
-    """A driven world, and what was seen to be wrong in it."""
+class _Run:
+    """The run of a schedule, with its errors."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.wrong: list[str] = []
+        self.errors: list[str] = []
         self._schedule = schedule
         nodes = [node(f"n{number}", gpus=gpus) for number, gpus in enumerate(schedule.nodes)]
-        self.driver = _MortalDriver(
+        self.driver = _KillableDriver(
             on=pool(*nodes),
             behavior=lambda key: behavior(schedule.seed, key.name),
             clocks={
@@ -150,66 +150,66 @@ class _Night:
         )
         self.driver.backend.leases_expire = True
         self._states: dict[tuple[str, str], State] = {}
-        self._heard: set[AttemptKey] = set()
-        """Ended attempts that the store was compared with."""
-        self._stepped = any(fault.kind == "step" for fault in schedule.faults)
-        """Times that the store holds may then lie in the future, which the supervisor corrects for itself."""
+        self._checked_ends: set[AttemptKey] = set()
+        """Ended attempts that were compared with the store."""
+        self._has_steps = any(fault.kind == "step" for fault in schedule.faults)
+        """Times in the store may then be in the future. The supervisor corrects its own copy."""
 
     def run(self) -> None:
-        """Let everything happen, then heal all nodes, cancel what hangs, and wait until nothing is left to do."""
+        """Inject all faults, heal all nodes, cancel unfinished workflows, and wait until nothing is left to do."""
         driver = self.driver
         for submitted in self._schedule.workflows:
             driver.add(submitted)
         driver.settle()
         for fault in self._schedule.faults:
             driver.advance(fault.after_s)
-            self._look()
-            _HAPPENS[fault.kind](self, fault)
+            self._check()
+            _INJECT[fault.kind](self, fault)
             driver.settle()
-            self._look()
+            self._check()
         for one in driver.pool.nodes:
             driver.backend.heal(one.name)
         driver.settle()
         for _ in range(50):
             driver.advance(20.0)
-            self._look()
+            self._check()
         for uuid in driver.workflows:
             self._cancel_now(uuid)
         driver.run(limit=100_000)
-        # Nodes give up the leases of gangs that went elsewhere.
+        # Leases expire on nodes whose gangs run elsewhere.
         while driver.backend.alive and driver.backend.next_end < driver.clock.now() + _LEASES_END_S:
             driver.advance(max(0.0, driver.backend.next_end - driver.clock.now()))
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
-        """What must hold at every instant."""
+    def _check(self) -> None:
+        """Check the conditions that must hold at every moment."""
         self._gang_links()
-        self.wrong += doubles(self.driver)
-        self.wrong += self._unheard(self.driver.workflows)
+        self.errors += concurrent_attempts(self.driver)
+        self.errors += self._missing_ends(self.driver.workflows)
         snapshot = self.driver.supervisor.snapshot()
         known = {one.record.uuid: one.record for one in snapshot.workflows}
         for uuid, one in self.driver.workflows.items():
-            if uuid in known and not self._stepped and _progress(known[uuid]) != _progress(one.record):
-                self.wrong.append(f"{uuid}: the store says {one.record}, and the supervisor {known[uuid]}")
+            if uuid in known and not self._has_steps and _progress(known[uuid]) != _progress(one.record):
+                self.errors.append(f"{uuid}: the store says {one.record}, and the supervisor {known[uuid]}")
             for group in one.record.groups:
                 before = self._states.get((uuid, group.name), group.state)
                 if before.is_final and not is_legal(before, group.state):
-                    self.wrong.append(f"{uuid}/{group.name}: {before.value}, then {group.state.value}")
+                    self.errors.append(f"{uuid}/{group.name}: {before.value}, then {group.state.value}")
                 self._states[uuid, group.name] = group.state
-                self.wrong += self._waits_too_long(group, snapshot.nodes)
+                self.errors += self._waits_too_long(group, snapshot.nodes)
 
-    def _unheard(self, workflows: Mapping[str, StoredWorkflow]) -> Iterator[str]:
-        """Ends that a node knows, and can report, that are not in the store."""
+    def _missing_ends(self, workflows: Mapping[str, StoredWorkflow]) -> Iterator[str]:
+        """Find ends that a reachable node has recorded and that are not in the store."""
         for key, end in self.driver.backend.ends.items():
-            if key in self._heard or not end["started_at"] or not self.driver.backend.reaches(key.node):
+            if key in self._checked_ends or not end["started_at"] or not self.driver.backend.reaches(key.node):
                 continue
-            self._heard.add(key)
+            self._checked_ends.add(key)
             for task in workflows[key.workflow].record.group(key.group).attempts:
                 if (task.name, task.attempt, task.node) == (key.task, key.attempt, key.node) and not task.state.is_final:
                     yield f"{key.name} has ended, and the store says {task.state.value}"
 
     def _waits_too_long(self, group: GroupRecord, nodes: Mapping[tuple[str, str], NodeView]) -> Iterator[str]:
-        """A node that is unreachable is not waited for longer than the pool says."""
+        """Find tasks on a node that has been unreachable for longer than `node_lost_after_s`."""
         for task in group.tasks:
             view = nodes.get(("lab", task.node or ""))
             if view is not None and not view.up and not task.state.is_final:
@@ -218,7 +218,7 @@ class _Night:
                     yield f"{group.name}/{task.name} is {task.state.value}, and {task.node} unreachable for {away_s:g} s"
 
     def _gang_links(self) -> None:
-        """Messages between nodes: one task of a world failed, so the others stop, even if the supervisor cannot reach them."""
+        """Simulate the gang link: stop the peers of a failed task, even if the supervisor cannot reach them."""
         backend = self.driver.backend
         ends = backend.ends
         for key in backend.running:
@@ -229,10 +229,10 @@ class _Night:
                 if (peer.workflow, peer.group, peer.attempt) == (key.workflow, key.group, key.attempt)
             ):
                 backend.end_after_peer_failure(key.name)
-        if self.driver.seen:
+        if self.driver.observations:
             self.driver.settle()
 
-    # What can happen.
+    # Faults.
 
     def _node(self, fault: Fault) -> str:
         nodes = self.driver.pool.nodes
@@ -269,7 +269,7 @@ class _Night:
         self.driver.restart()
 
     def _die(self, fault: Fault) -> None:
-        self.driver.die_after(int(fault.which * _DEEDS))
+        self.driver.die_after(int(fault.which * _ACTS))
 
     def _cancel(self, fault: Fault) -> None:
         self._cancel_now(
@@ -288,20 +288,20 @@ class _Night:
         pass
 
 
-_HAPPENS: dict[str, Callable[[_Night, Fault], None]] = {
-    "cut": _Night._cut,
-    "heal": _Night._heal,
-    "silence": _Night._silence,
-    "reboot": _Night._reboot,
-    "forget": _Night._forget,
-    "kill": _Night._kill,
-    "expire": _Night._expire,
-    "restart": _Night._restart,
-    "die": _Night._die,
-    "cancel": _Night._cancel,
-    "force": _Night._cancel,
-    "step": _Night._step,
-    "nothing": _Night._nothing,
+_INJECT: dict[str, Callable[[_Run, Fault], None]] = {
+    "cut": _Run._cut,
+    "heal": _Run._heal,
+    "silence": _Run._silence,
+    "reboot": _Run._reboot,
+    "forget": _Run._forget,
+    "kill": _Run._kill,
+    "expire": _Run._expire,
+    "restart": _Run._restart,
+    "die": _Run._die,
+    "cancel": _Run._cancel,
+    "force": _Run._cancel,
+    "step": _Run._step,
+    "nothing": _Run._nothing,
 }
 
 
@@ -309,26 +309,26 @@ def _progress(record: WorkflowRecord) -> tuple[object, ...]:
     return (record.state, record.reason, record.started_at, record.ended_at, record.groups)
 
 
-def doubles(driver: Driver) -> Iterator[str]:
-    """Tasks that run twice at once on nodes that can be reached."""
-    seen: set[tuple[str, str, str]] = set()
+def concurrent_attempts(driver: Driver) -> Iterator[str]:
+    """Find tasks that run twice at once on reachable nodes."""
+    found: set[tuple[str, str, str]] = set()
     for key in driver.backend.running:
         if driver.backend.reaches(key.node):
             task = (key.workflow, key.group, key.task)
-            if task in seen:
+            if task in found:
                 yield f"{task} runs twice at once"
-            seen.add(task)
+            found.add(task)
 
 
-def leaks(driver: Driver) -> Iterator[str]:
-    """What is left although everything has ended."""
+def leftovers(driver: Driver) -> Iterator[str]:
+    """Find unfinished workflows, attempts on nodes and unanswered requests."""
     yield from unfinished(driver.workflows)
     yield from (f"{name} is left on its node" for name in driver.backend.alive)
     yield from (f"{identity} was never answered" for identity in driver.supervisor.in_flight)
 
 
 def unfinished(workflows: Mapping[str, StoredWorkflow]) -> Iterator[str]:
-    """What has not ended of workflows."""
+    """Find groups and tasks that have not ended."""
     for uuid, one in workflows.items():
         for group in one.record.groups:
             if not group.state.is_final:
@@ -337,65 +337,67 @@ def unfinished(workflows: Mapping[str, StoredWorkflow]) -> Iterator[str]:
                 if not task.state.is_final:
                     yield f"{uuid}/{group.name}/{task.name}/{task.attempt} has not ended: {task.state.value}"
                 if task.orphan is not None:
-                    yield f"{uuid}/{group.name}/{task.name}/{task.attempt} is still looked for"
+                    yield f"{uuid}/{group.name}/{task.name}/{task.attempt} is still searched for"
 
 
-def lies(
+def record_errors(
     workflows: Mapping[str, StoredWorkflow], ended: Mapping[AttemptKey, dict[str, Any]], stepped_s: float = 0.0
 ) -> Iterator[str]:
-    """Where the records of workflows that are over differ from what truly happened on the nodes.
+    """Find differences between the records of ended workflows and the ends on the nodes.
 
-    ``stepped_s``: by how much our clock was set meanwhile; ends closer than that are not told apart.
+    ``stepped_s`` is the sum of all steps of this machine's clock. The order of ends that are closer is not checked.
     """
     ends = {(key.name, key.node): end for key, end in ended.items()}
-    unsure_s = 2 * _UNCERTAIN_S + 0.001 + stepped_s
+    uncertain_s = 2 * _UNCERTAIN_S + 0.001 + stepped_s
     for uuid, one in workflows.items():
         for group in one.record.groups:
             plan = one.plan.group(group.name)
             for attempt in range(group.attempt + 1):
-                truth: dict[str, dict[str, Any]] = {}
+                own_failures: dict[str, dict[str, Any]] = {}
                 for task in (task for task in group.attempts if task.attempt == attempt):
                     name = f"{uuid}/{group.name}/{task.name}/{attempt}"
                     end = ends.get((name, task.node or ""))
-                    yield from _misread(name, task, end)
-                    if end is not None and task.reason in _OWN:
-                        truth[task.name] = end
-                yield from (f"{uuid}/{group.name}: {words}" for words in _misjudged(group, plan, attempt, truth, unsure_s))
+                    yield from _exit_code_errors(name, task, end)
+                    if end is not None and task.reason in _OWN_FAILURES:
+                        own_failures[task.name] = end
+                yield from (
+                    f"{uuid}/{group.name}: {error}" for error in _cause_errors(group, plan, attempt, own_failures, uncertain_s)
+                )
 
 
-def _misread(name: str, task: TaskRecord, end: dict[str, Any] | None) -> Iterator[str]:
-    """Every exit code that existed is in the record."""
+def _exit_code_errors(name: str, task: TaskRecord, end: dict[str, Any] | None) -> Iterator[str]:
+    """Check that the record has the exit code of an attempt."""
     if end is None or end["started_at"] is None or task.reason in (Reason.NODE_LOST, Reason.START_ERROR):
         return
     if task.reason is Reason.INTERNAL and task.end is None:
-        return  # its node no longer knew it when it was asked
+        return  # its node no longer had a record of it
     if task.end is None or (task.end.exit_code, task.end.signal) != (end["exit_code"], end["signal"]):
         yield f"{name} ended with {end}, and the record says {task.end} ({task.state.value} {task.reason})"
     failed = end["reason"] == "exited" and (end["exit_code"] != 0)
     if failed and task.reason is Reason.PEER_FAILED:
-        yield f"{name} failed by itself ({end}) and is called a victim"
-    if not failed and task.reason in _OWN and end["exit_code"] is None:
-        yield f"{name} was ended ({end}) and is called {task.reason}"
+        yield f"{name} failed by itself ({end}) and is recorded as stopped because of a peer"
+    if not failed and task.reason in _OWN_FAILURES and end["exit_code"] is None:
+        yield f"{name} was ended ({end}) and is recorded as {task.reason}"
 
 
-def _misjudged(
-    group: GroupRecord, plan: GroupPlan, attempt: int, truth: dict[str, dict[str, Any]], unsure_s: float
+def _cause_errors(
+    group: GroupRecord, plan: GroupPlan, attempt: int, own_failures: dict[str, dict[str, Any]], uncertain_s: float
 ) -> Iterator[str]:
-    """The verdict names what failed first, and never what was stopped because of it."""
+    """Check that the recorded cause is the first failure, and not a task that was stopped because of it."""
     tasks = {task.name: task for task in group.attempts if task.attempt == attempt}
     cause = group.earlier_causes[attempt] if attempt < group.attempt else group.cause
     if attempt == group.attempt and group.state is State.COMPLETED:
-        bad = [name for name, task in tasks.items() if task.state is not State.COMPLETED and _counts(plan, task)]
-        if bad:
-            yield f"is COMPLETED, and {bad} did not complete"
+        incomplete = [name for name, task in tasks.items() if task.state is not State.COMPLETED and _counts(plan, task)]
+        if incomplete:
+            yield f"is COMPLETED, and {incomplete} did not complete"
     if cause is None or cause.reason is Reason.START_TIMEOUT:
         return
     culprit = tasks[cause.task]
     if culprit.reason is not cause.reason or cause.reason in (None, Reason.PEER_FAILED):
         yield f"the cause of attempt {attempt} is {cause}, and {culprit.name} ended with {culprit.reason}"
-    own = {name: end["ended_at"] for name, end in truth.items() if _counts(plan, tasks[name])}
-    if own and (culprit.reason is Reason.NODE_LOST or own.get(cause.task, cause.at) > min(own.values()) + unsure_s):
-        yield f"the cause of attempt {attempt} is {cause}, and these failed by themselves: {truth}"
+    own = {name: end["ended_at"] for name, end in own_failures.items() if _counts(plan, tasks[name])}
+    if own and (culprit.reason is Reason.NODE_LOST or own.get(cause.task, cause.at) > min(own.values()) + uncertain_s):
+        yield f"the cause of attempt {attempt} is {cause}, and these failed by themselves: {own_failures}"
 
 
 def _counts(plan: GroupPlan, task: TaskRecord) -> bool:

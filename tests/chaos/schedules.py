@@ -1,4 +1,4 @@
-"""Random schedules as values: what is submitted, and what goes wrong when. One seed is one schedule; a failing one shrinks."""
+"""Random schedules of workflows and faults for simulated nodes. A failing schedule can be shrunk."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FAULTS = {
     "step": 1,
     "nothing": 8,
 }
-"""What may go wrong with simulated nodes, and how often compared to one another."""
+"""The kinds of faults of simulated nodes, with their relative frequencies."""
 
 HANG_S = 1e9
-"""How long a task runs that never ends by itself."""
+"""The duration of a task that never ends by itself."""
 
 _ACTIONS = (
     ExitActions(),
@@ -47,14 +47,14 @@ _ACTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that goes wrong, ``after_s`` seconds after what came before it."""
+    """A fault, ``after_s`` seconds after the previous one."""
 
     kind: str
     after_s: float
     which: float
-    """Its victim among those that there are then: from 0 to 1, first to last."""
+    """The affected node, task or workflow among those that exist at this moment: from 0 to 1, first to last."""
     amount: float = 0.0
-    """Of a step of the clock, in seconds."""
+    """The step of the clock in seconds, for the kind ``step``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class Schedule:
 
     seed: int
     nodes: tuple[int, ...]
-    """Their GPUs."""
+    """The number of GPUs of each node."""
     offsets_s: tuple[float, ...]
-    """How far their clocks are before ours."""
+    """By how much each node's clock is ahead of this machine's clock."""
     workflows: tuple[StoredWorkflow, ...]
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
-        """Return what a person needs to follow it."""
+        """Return a description for people."""
         lines = [f"seed {self.seed}: nodes with {self.nodes} GPUs"]
         for one in self.workflows:
             for group in one.plan.groups:
@@ -83,7 +83,7 @@ class Schedule:
 
 
 def seeds(usual: Sequence[int]) -> Sequence[int]:
-    """Return the seeds to run: those of ``CHAOS_SEEDS`` (``3,17``), else ``CHAOS_RUNS`` many, else the ``usual`` ones."""
+    """Return the seeds of ``CHAOS_SEEDS`` (``3,17``), else the first ``CHAOS_RUNS`` seeds, else the ``usual`` ones."""
     named, runs = os.environ.get("CHAOS_SEEDS"), os.environ.get("CHAOS_RUNS")
     if named:
         return [int(word) for word in named.split(",")]
@@ -94,8 +94,8 @@ def draw(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     dice = random.Random(seed)
     nodes = tuple(dice.choice([4, 8]) for _ in range(dice.randint(1, 6)))
-    stepped = dice.random() < 0.3
-    kinds = [kind for kind in FAULTS if stepped or kind != "step"]
+    has_steps = dice.random() < 0.3
+    kinds = [kind for kind in FAULTS if has_steps or kind != "step"]
     weights = [FAULTS[kind] for kind in kinds]
     return Schedule(
         seed=seed,
@@ -113,7 +113,7 @@ def draw(seed: int) -> Schedule:
 
 
 def behavior(seed: int, name: str) -> Behavior:
-    """Return how an attempt runs: the same, whatever else is left of its schedule."""
+    """Return the behavior of an attempt. It does not depend on the rest of the schedule, which may shrink."""
     dice = random.Random(f"{seed}/{name}")
     return Behavior(
         seconds=dice.choice([0.0, 1.0, 30.0, 300.0, HANG_S]),
@@ -124,19 +124,19 @@ def behavior(seed: int, name: str) -> Behavior:
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """Return a schedule that still fails, and that passes as soon as one of its faults, workflows or waits is removed."""
-    again = True
-    while again:
-        again = False
+    """Remove faults, workflows and waits until the schedule no longer fails without one of the remaining ones."""
+    has_shrunk = True
+    while has_shrunk:
+        has_shrunk = False
         for smaller in _smaller(schedule):
             if fails(smaller):
-                schedule, again = smaller, True
+                schedule, has_shrunk = smaller, True
                 break
     return schedule
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """Without half of the faults, a quarter, …, one; then without a workflow; then with less waiting."""
+    """Yield schedules without half of the faults, a quarter, …, one; then without a workflow; then without a wait."""
     faults, workflows = schedule.faults, schedule.workflows
     size = len(faults)
     while size:

@@ -1,7 +1,7 @@
-"""Random faults of a real Kubernetes, of connections to it and of the supervisor: nothing hangs, leaks or lies.
+"""Random faults of a real Kubernetes, its connections and the supervisor: each gang ends, and its record is correct.
 
-Dead kubelets and a minute without an API server take long to repair; ``scenarios/test_kubernetes.py`` has them. A few
-schedules run by default. ``CHAOS_RUNS=200`` runs more of them, ``CHAOS_SEEDS=17,23`` these.
+``scenarios/test_kubernetes.py`` tests dead kubelets and a minute without an API server, which take long to repair. A few
+schedules run by default. ``CHAOS_RUNS=200`` runs 200 schedules, ``CHAOS_SEEDS=17,23`` runs these two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from chaos.clusters import ClusterGang, draw_schedule
+from chaos.clusters import ClusterGang, draw_cluster_schedule
 from chaos.schedules import seeds
 from distflow.lifecycle.states import Reason
 from distflow.testing.kubernetes import ApiProxy, KubernetesCluster
@@ -32,8 +32,8 @@ CANCELED = (("FAILED_CANCELED",), (Reason.CANCELED,))
 QUOTA = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
 
 
-class KubernetesTrouble:
-    """The faults of one Kubernetes cluster (contract: ``clusters.Trouble``)."""
+class KubernetesFaultInjector:
+    """The faults of one Kubernetes cluster (contract: ``clusters.FaultInjector``)."""
 
     harmless: Sequence[str] = ("streams", "api", "quota", "cordon")
     ends: Mapping[str, tuple[Sequence[str], Sequence[Reason]]] = MappingProxyType(
@@ -47,7 +47,7 @@ class KubernetesTrouble:
     )
 
     def __init__(self, pool: KubernetesPool, proxy: ApiProxy) -> None:
-        """Break nothing yet."""
+        """Inject nothing yet."""
         self.pool = pool
         self.cluster = pool.cluster
         self.proxy = proxy
@@ -57,7 +57,7 @@ class KubernetesTrouble:
     def allocations(self) -> list[str]:
         """Return the owner objects of distflow, and its pods without one."""
         with self._api:
-            owners, pods = self.pool.owners(), self.cluster.objects("pods", self.pool.namespace)
+            owners, pods = self.pool.allocations(), self.cluster.objects("pods", self.pool.namespace)
         return [*owners, *(name for one in pods if (name := one["metadata"]["name"].rpartition("-")[0]) not in owners)]
 
     def inject(self, fault: str, allocation: str) -> None:
@@ -85,7 +85,7 @@ class KubernetesTrouble:
             case "evict":
                 self._evict(self._pod(allocation))
             case "resident":
-                # An allocation that ended meanwhile has been replaced by another one.
+                # The given allocation may have ended and been replaced by another one.
                 os.kill(wait_until(self._current_residents, 60, "the resident program runs")[-1], signal.SIGKILL)
             case _:
                 raise ValueError(fault)
@@ -145,13 +145,13 @@ def pool(cli: Cli, lone_kubernetes: KubernetesCluster) -> Iterator[KubernetesPoo
 
 
 @pytest.mark.parametrize("seed", seeds((2, 5, 11)))
-def test_a_gang_on_kubernetes_ends_and_nothing_leaks_hangs_or_lies(pool: KubernetesPool, seed: int) -> None:
-    folder, kinds = pool.cli.folder, KubernetesTrouble
-    schedule = draw_schedule(seed, harmless=kinds.harmless, ends=tuple(kinds.ends), most_tasks=2)
+def test_a_gang_on_kubernetes_ends_with_a_correct_record_and_no_leftovers(pool: KubernetesPool, seed: int) -> None:
+    folder, injector_type = pool.cli.folder, KubernetesFaultInjector
+    schedule = draw_cluster_schedule(seed, harmless=injector_type.harmless, ends=tuple(injector_type.ends), most_tasks=2)
     with ApiProxy(pool.cluster, folder) as proxy:
         pool.configure(
             folders=(str(folder),), kubernetes={"kubeconfig": str(proxy.kubeconfig)}, start_barrier="30s", ping="1s",
             connect_timeout="5s", stop_grace="2s", peer_failed_grace="1s",
         )  # fmt: skip
-        assert ClusterGang(pool.cli, KubernetesTrouble(pool, proxy), schedule).run() == [], schedule
-        pool.await_nothing()
+        assert ClusterGang(pool.cli, KubernetesFaultInjector(pool, proxy), schedule).run() == [], schedule
+        pool.await_no_objects()

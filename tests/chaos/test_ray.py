@@ -1,6 +1,6 @@
-"""Random faults of a real Ray, of its login node and of the supervisor, at random moments: nothing hangs, leaks or lies.
+"""Random faults of a real Ray, its login node and the supervisor: each gang ends, and its record is correct.
 
-A few schedules run by default. ``CHAOS_RUNS=200`` runs more of them, ``CHAOS_SEEDS=17,23`` these.
+A few schedules run by default. ``CHAOS_RUNS=200`` runs 200 schedules, ``CHAOS_SEEDS=17,23`` runs these two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
-from chaos.clusters import ClusterGang, draw_schedule
+from chaos.clusters import ClusterGang, draw_cluster_schedule
 from chaos.schedules import seeds
 from distflow.lifecycle.states import Reason
 from distflow.testing.waiting import wait_until
@@ -26,8 +26,8 @@ LOST = (("FAILED_BACKEND_ERROR", "FAILED_START_ERROR"), (Reason.NODE_LOST, Reaso
 CANCELED = (("FAILED_CANCELED",), (Reason.CANCELED,))
 
 
-class RayTrouble:
-    """The faults of one Ray cluster (contract: ``clusters.Trouble``)."""
+class RayFaultInjector:
+    """The faults of one Ray cluster (contract: ``clusters.FaultInjector``)."""
 
     harmless: Sequence[str] = ("login", "freeze", "program")
     ends: Mapping[str, tuple[Sequence[str], Sequence[Reason]]] = MappingProxyType(
@@ -40,11 +40,11 @@ class RayTrouble:
     )
 
     def __init__(self, pool: RayPool) -> None:
-        """Break nothing yet."""
+        """Inject nothing yet."""
         self.pool = pool
         self._repairs: list[Callable[[], object]] = []
         self._asking = threading.Lock()
-        """Held while the programs are killed, so that those of this object answer."""
+        """Held while the programs are killed, because the queries of this object need them."""
 
     def allocations(self) -> list[str]:
         """Return the placement groups of distflow."""
@@ -78,7 +78,7 @@ class RayTrouble:
             case "node":
                 wait_until(lambda: self._actors(allocation), 30, "an actor runs")
                 node = "n2" if cluster.residents("n2") else "n1"
-                if node == "n1":  # a new head is another cluster, so the gang only loses its nodes
+                if node == "n1":  # a new head would be another cluster, so only release the gang's nodes
                     cluster.ask("release", ids=[allocation])
                     return
                 cluster.kill_raylet(node)
@@ -101,9 +101,9 @@ class RayTrouble:
 
 
 @pytest.mark.parametrize("seed", seeds((4, 11, 21)))
-def test_a_gang_on_ray_ends_and_nothing_leaks_hangs_or_lies(far_ray_pool: RayPool, seed: int) -> None:
+def test_a_gang_on_ray_ends_with_a_correct_record_and_no_leftovers(far_ray_pool: RayPool, seed: int) -> None:
     far_ray_pool.configure(ping="1s", connect_timeout="5s", stop_grace="2s", peer_failed_grace="1s")
-    trouble = RayTrouble(far_ray_pool)
-    schedule = draw_schedule(seed, harmless=trouble.harmless, ends=tuple(trouble.ends), most_tasks=2)
-    assert ClusterGang(far_ray_pool.cli, trouble, schedule).run() == [], schedule
+    injector = RayFaultInjector(far_ray_pool)
+    schedule = draw_cluster_schedule(seed, harmless=injector.harmless, ends=tuple(injector.ends), most_tasks=2)
+    assert ClusterGang(far_ray_pool.cli, injector, schedule).run() == [], schedule
     far_ray_pool.cluster.await_empty()

@@ -1,6 +1,6 @@
-"""Random faults of a real Slurm, of its login node and of the supervisor, at random moments: nothing hangs, leaks or lies.
+"""Random faults of a real Slurm, its login node and the supervisor: each gang ends, and its record is correct.
 
-A few schedules run by default. ``CHAOS_RUNS=200`` runs more of them, ``CHAOS_SEEDS=17,23`` these.
+A few schedules run by default. ``CHAOS_RUNS=200`` runs 200 schedules, ``CHAOS_SEEDS=17,23`` runs these two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import pytest
 
-from chaos.clusters import ClusterGang, draw_schedule
+from chaos.clusters import ClusterGang, draw_cluster_schedule
 from chaos.schedules import seeds
 from distflow.lifecycle.states import Reason
 from distflow.testing.waiting import wait_until
@@ -26,8 +26,8 @@ from scenarios.cluster import Cluster
 pytestmark = [pytest.mark.ssh, pytest.mark.timeout(500)]
 
 
-class SlurmTrouble:
-    """The faults of one Slurm cluster (contract: ``clusters.Trouble``)."""
+class SlurmFaultInjector:
+    """The faults of one Slurm cluster (contract: ``clusters.FaultInjector``)."""
 
     harmless: Sequence[str] = ("login", "freeze", "long_freeze", "controller")
     ends: Mapping[str, tuple[Sequence[str], Sequence[Reason]]] = MappingProxyType(
@@ -41,11 +41,11 @@ class SlurmTrouble:
     )
 
     def __init__(self, cluster: Cluster) -> None:
-        """Break nothing yet."""
+        """Inject nothing yet."""
         self.cluster = cluster
         self._repairs: list[Callable[[], object]] = []
         self._controller = threading.Lock()
-        """Held while the controller is away, so that the commands of this object wait for it."""
+        """Held while the controller is stopped, so that the commands of this object wait for it."""
 
     def allocations(self) -> list[str]:
         """Return the jobs of distflow that wait or run."""
@@ -127,10 +127,10 @@ class SlurmTrouble:
 
 
 @pytest.mark.parametrize("seed", seeds((2, 5, 11)))
-def test_a_gang_on_slurm_ends_and_nothing_leaks_hangs_or_lies(far_cluster: Cluster, seed: int) -> None:
+def test_a_gang_on_slurm_ends_with_a_correct_record_and_no_leftovers(far_cluster: Cluster, seed: int) -> None:
     far_cluster.slurm.add_partition("urgent", PriorityTier="10", PreemptMode="OFF")
     far_cluster.configure(ping="1s", connect_timeout="5s", stop_grace="2s", peer_failed_grace="1s")
-    trouble = SlurmTrouble(far_cluster)
-    schedule = draw_schedule(seed, harmless=trouble.harmless, ends=tuple(trouble.ends), most_tasks=2)
-    assert ClusterGang(far_cluster.cli, trouble, schedule).run() == [], schedule
+    injector = SlurmFaultInjector(far_cluster)
+    schedule = draw_cluster_schedule(seed, harmless=injector.harmless, ends=tuple(injector.ends), most_tasks=2)
+    assert ClusterGang(far_cluster.cli, injector, schedule).run() == [], schedule
     far_cluster.await_no_jobs()

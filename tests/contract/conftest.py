@@ -1,4 +1,4 @@
-"""Fixtures of the contract suites: each is run against every implementation that is listed here."""
+"""Fixtures of the contract tests, which run against every implementation that is listed here."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
-"""Name → a way to make one that reaches this machine; fixtures such as `over_ssh` and `over_slurm` are further ones."""
+"""Functions by name that return a transport to this machine. Fixtures such as `over_ssh` return further functions."""
 
 
 @pytest.fixture(scope="session")
 def over_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Transport]]:
-    """A way to make transports that reach this machine through a real sshd."""
+    """A function that returns a transport to this machine through a real sshd."""
     if why := missing_sshd():
         pytest.skip(why)
     with Sshd(tmp_path_factory.mktemp("sshd"), alias="here") as server:
@@ -61,7 +61,7 @@ def slurm_job(slurm_cluster: Slurm) -> Iterator[str]:
 
 @pytest.fixture
 def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
-    """A way to make transports that reach this machine as the second node of a Slurm job."""
+    """A function that returns a transport to this machine as the second node of a Slurm job."""
     monkeypatch.setenv("PATH", f"{slurm_cluster.commands}:{os.environ['PATH']}")
     return lambda: RelayTransport(
         LocalTransport("login"), slurm_job, "n2", sys.executable, prefix=partial(step_prefix, slurm_job, "n2")
@@ -70,12 +70,12 @@ def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def over_ray(ray_cluster: RayCluster) -> Iterator[Callable[[], Transport]]:
-    """A way to make transports that reach this machine as the second node of a placement group."""
+    """A function that returns a transport to this machine as the second node of a placement group."""
     settings = RaySettings(address=ray_cluster.address, python=ray_cluster.python)
     engine = RayEngine(Pool(name="p", backend="ray", nodes=(), template=ssh_node(), ray=settings), LocalTransport("login"))
-    wanted = Allocation(workflow="1" * 32, group="g", attempt=0)
+    allocation = Allocation(workflow="1" * 32, group="g", attempt=0)
     nodes = (NodeRequest(task="a", gpus=1), NodeRequest(task="b", gpus=1))
-    group = engine.request(AllocationRequest(allocation=wanted, label="w/g", nodes=nodes))
+    group = engine.request(AllocationRequest(allocation=allocation, label="w/g", nodes=nodes))
 
     def granted() -> Granted | None:
         state = engine.states({group: ("a", "b")})[group]
@@ -105,12 +105,12 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
 
 
 class NodeUnderTest:
-    """A node with its own root: connections to it, and the attempts that a test runs there."""
+    """A node with its own root, its connections, and the attempts that a test runs there."""
 
     def __init__(self, transport: Transport, top: Path) -> None:
         self.transport = transport
         self.top = top / "root"
-        """What the configuration calls ``root``."""
+        """The configured ``root``."""
         self.root = self.top / PRIVATE
         """The private directory in it."""
         self.root.mkdir(mode=0o700, parents=True)
@@ -123,38 +123,38 @@ class NodeUnderTest:
         self._count = 0
 
     def connect(self, *, python: str = sys.executable, events: list[Event] | None = None, **options: Any) -> AgentLink:
-        """A connection to a new agent; what it pushes goes to ``events`` (default: the node's own list)."""
-        into = self.events if events is None else events
-        given = {"timeout_s": 60.0, **options}
-        link = connect(self.transport, str(self.top), python, on_event=into.append, on_close=self.closed.append, **given)
+        """Connect to a new agent, which adds its events to ``events`` (default: the node's own list)."""
+        target = self.events if events is None else events
+        settings = {"timeout_s": 60.0, **options}
+        link = connect(self.transport, str(self.top), python, on_event=target.append, on_close=self.closed.append, **settings)
         self._links.append(link)
         return link
 
     def watch(self, link: AgentLink, attempt: str, events: list[Event] | None = None) -> dict[str, Any]:
-        """Say hello for an attempt. The agent pushes only changes that come after the status in its answer."""
+        """Watch an attempt and return its status. The agent then sends an event for each change of it."""
         status = link.request("hello", watch=[attempt])["attempts"][attempt]
         (self.events if events is None else events).append({"event": "status", "attempt": attempt, "status": status, "at": 0})
         assert isinstance(status, dict)
         return status
 
     def attempt(self) -> str:
-        """A name that was not used yet."""
+        """The name of a new attempt."""
         self._count += 1
         return f"{self.workflow}/g/t{self._count}/0"
 
     def directory(self, attempt: str) -> Path:
-        """Where the attempt lies."""
+        """The directory of an attempt."""
         return self.root / attempt
 
     def lease(self, link: AgentLink, attempt: str | None = None, **fields: Any) -> str:
-        """Lease an attempt, by default one without GPUs and port."""
+        """Lease an attempt and return its name. By default, it has no GPUs and no port."""
         name = attempt or self.attempt()
         given = {"gpus": 0, "gpu_ids": [], "lease_dir": str(self.lease_dir), "port": None, "start_timeout_s": 60, **fields}
         link.request("lease", attempt=name, **given)
         return name
 
     def stage(self, data: bytes, *, python: str = sys.executable) -> str:
-        """Bring a blob to the node and return its name."""
+        """Upload a blob to the node and return its name."""
         name = hashlib.sha256(data).hexdigest()
         with tempfile.NamedTemporaryFile() as file:
             file.write(data)
@@ -164,7 +164,7 @@ class NodeUnderTest:
         return name
 
     def start(self, link: AgentLink, argv: list[str], *, lease: dict[str, Any] | None = None, **launch: Any) -> str:
-        """Lease, prepare and start an attempt."""
+        """Lease, prepare and start an attempt, and return its name."""
         name = self.lease(link, **(lease or {}))
         link.request("prepare", attempt=name, launch=launch_of(argv, **launch))
         link.request("start", attempt=name)
@@ -185,12 +185,12 @@ class NodeUnderTest:
         assert isinstance(found, dict)
         return found
 
-    def end(self, attempt: str, timeout_s: float = 20.0, events: list[Event] | None = None) -> dict[str, Any]:
-        """Wait until the attempt's end is pushed."""
-        into = self.events if events is None else events
+    def await_end(self, attempt: str, timeout_s: float = 20.0, events: list[Event] | None = None) -> dict[str, Any]:
+        """Wait until an agent reports the attempt's end, and return it."""
+        target = self.events if events is None else events
 
         def ended() -> dict[str, Any] | None:
-            for event in list(into):
+            for event in list(target):
                 if event["event"] == "status" and event["attempt"] == attempt and event["status"]["phase"] == "ended":
                     end = event["status"]["end"]
                     assert isinstance(end, dict)
@@ -200,16 +200,16 @@ class NodeUnderTest:
         return wait_until(ended, timeout_s, f"the end of {attempt}")
 
     def output(self, attempt: str) -> str:
-        """What the attempt has printed."""
+        """The output of the attempt so far."""
         return (self.directory(attempt) / "output.log").read_text()
 
     def run(self, link: AgentLink, argv: list[str], **launch: Any) -> tuple[dict[str, Any], str]:
-        """Run an attempt to its end: the end, and the output."""
+        """Run an attempt, and return its end and its output."""
         name = self.start(link, argv, **launch)
-        return self.end(name), self.output(name)
+        return self.await_end(name), self.output(name)
 
     def close(self) -> None:
-        """Stop everything and hang up."""
+        """Close all connections and stop all attempts."""
         for link in self._links:
             link.close()
         alive = [path.parent for path in self.root.glob("*/*/*/*/runner.json") if not (path.parent / "exit.json").exists()]
@@ -224,14 +224,14 @@ class NodeUnderTest:
 
 
 def launch_of(argv: list[str], **fields: Any) -> dict[str, Any]:
-    """A launch with defaults."""
+    """Return a launch with defaults."""
     empty: dict[str, Any] = {"env": {}, "secret_env": {}, "path_prepend": [], "files": [], "shell_prelude": None}
     return {"argv": argv, "cwd": "work", "stop_grace_s": 5, **empty, **fields}
 
 
 @pytest.fixture
 def fresh_node(transport: Transport, tmp_path: Path) -> Iterator[NodeUnderTest]:
-    """A node that is reached over ``transport``, for the first time."""
+    """A node that is reached over ``transport``, before its first connection."""
     made = NodeUnderTest(transport, tmp_path)
     yield made
     made.close()
@@ -239,13 +239,13 @@ def fresh_node(transport: Transport, tmp_path: Path) -> Iterator[NodeUnderTest]:
 
 @pytest.fixture
 def node(fresh_node: NodeUnderTest) -> NodeUnderTest:
-    """A node that is reached over ``transport``, and was before: it has the runtime."""
+    """A node that is reached over ``transport``, and has the runtime."""
     install_runtime(fresh_node.top)
     return fresh_node
 
 
-def cleaned(link: AgentLink, workflow: str) -> bool:
-    """Whether a workflow could be cleaned away: a pair lives a moment longer than the report of its end."""
+def try_clean(link: AgentLink, workflow: str) -> bool:
+    """Clean a workflow, and return whether that succeeded. Its runners outlive the reports of their ends for a moment."""
     try:
         link.request("clean", workflow=workflow, keep_output=False)
     except AgentError as error:
@@ -272,7 +272,7 @@ def processes_with(marker: str) -> list[int]:
 
 @pytest.fixture
 def marker() -> str:
-    """A word that only this test's processes carry."""
+    """A unique word, by which a test finds its own processes."""
     return f"marker-{uuid.uuid4().hex}"
 
 
@@ -280,9 +280,9 @@ def marker() -> str:
 def kubernetes_node(
     kubernetes_cluster: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, str, str]]:
-    """An engine, and the id and host of a pod that has the network and the files of this machine."""
+    """An engine, and the allocation and host of a pod that has the network and the files of this machine."""
     if not kubernetes_cluster.is_own:
-        pytest.skip("pods of a cluster of somebody else do not run on this machine")
+        pytest.skip("pods of a foreign cluster do not run on this machine")
     with kubernetes_cluster.shared():
         namespace = kubernetes_cluster.create_namespace()
         settings = KubernetesSettings(
@@ -314,6 +314,6 @@ def _granted(engine: Engine, allocation: str) -> Granted | None:
 
 @pytest.fixture
 def over_kubernetes(kubernetes_node: tuple[Engine, str, str]) -> Callable[[], Transport]:
-    """A way to make transports that reach this machine through a pod."""
+    """A function that returns a transport to this machine through a pod."""
     engine, allocation, host = kubernetes_node
     return lambda: engine.transport(allocation, host)

@@ -1,4 +1,4 @@
-"""The agent protocol (docs/agent-protocol.md), held over every transport."""
+"""The agent protocol (docs/agent-protocol.md) over every transport."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from contract.conftest import cleaned, launch_of, processes_with
+from contract.conftest import launch_of, processes_with, try_clean
 from distflow.backends.machines.connection.bootstrap import RUNTIME, SourceArchive, connect
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.protocol.names import Operation
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 PYTHON = sys.executable
 
 
-def python_that(tmp_path: Path, *lines: str) -> str:
-    """An interpreter that does something before it becomes the real one."""
+def write_python_wrapper(tmp_path: Path, *lines: str) -> str:
+    """Write an interpreter that runs shell commands before it executes the real one, and return its path."""
     path = tmp_path / "python-wrapper"
     path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {PYTHON} "$@"', ""]))
     path.chmod(0o755)
@@ -49,18 +49,19 @@ def python_that(tmp_path: Path, *lines: str) -> str:
 
 
 def refused(link: AgentLink, kind: str, op: Operation, **fields: Any) -> str:
+    """Check that a request fails with an error of this kind, and return the message."""
     with pytest.raises(AgentError) as caught:
         link.request(op, **fields)
     assert caught.value.kind == kind, caught.value
     return caught.value.message
 
 
-def signals_of(line: str) -> int:
-    """A mask of /proc/PID/status, without the two signals that the C library reserves and that cannot be reset."""
+def parse_signal_mask(line: str) -> int:
+    """Return a mask of `/proc/PID/status`, without the two signals that the C library reserves and that cannot be reset."""
     return int(line.split()[1], 16) & ~(1 << 31 | 1 << 32)
 
 
-# -- getting there
+# -- connecting
 
 
 def test_hello_reports_the_facts_of_the_node(node: NodeUnderTest) -> None:
@@ -73,7 +74,7 @@ def test_hello_reports_the_facts_of_the_node(node: NodeUnderTest) -> None:
     assert facts["free_bytes"] > 0
     assert facts["root"] == str(node.root)
     assert {"interface": "lo", "address": "127.0.0.1", "family": "inet"} in facts["addresses"]
-    # The sshd of these tests listens there; what our own login left in the environment is not told.
+    # The address of the sshd of these tests, and not that of the login which started the tests.
     assert facts["ssh_server"] == (node.transport.reached_address or "")
     assert abs(facts["now"] - link.request("ping")["now"]) < 5
     attempt = f"{node.workflow}/g/t/0"
@@ -82,8 +83,8 @@ def test_hello_reports_the_facts_of_the_node(node: NodeUnderTest) -> None:
 
 
 def test_output_of_a_login_script_is_kept_and_skipped(node: NodeUnderTest, tmp_path: Path) -> None:
-    # The last line has no end, and one looks like our own words: both are what real login scripts do.
-    python = python_that(tmp_path, "echo Welcome to the lab", 'echo "+ exec $7 $8"', "printf 'no newline> '")
+    # Like real login scripts: the last line has no end, and one line looks like output of the bootstrap.
+    python = write_python_wrapper(tmp_path, "echo Welcome to the lab", 'echo "+ exec $7 $8"', "printf 'no newline> '")
     link = node.connect(python=python)
     assert "Welcome to the lab" in link.noise
     assert link.noise.endswith("no newline> ")
@@ -97,31 +98,31 @@ def test_the_runtime_is_sent_once_and_found_afterwards(fresh_node: NodeUnderTest
     assert stat.S_IMODE(fresh_node.root.stat().st_mode) == 0o700
 
 
-def test_agents_that_race_to_unpack_all_come_up(fresh_node: NodeUnderTest) -> None:
-    outcome: list[object] = []
+def test_agents_that_unpack_the_runtime_at_the_same_time_all_start(fresh_node: NodeUnderTest) -> None:
+    results: list[object] = []
 
-    def race() -> None:
+    def connect() -> None:
         try:
-            outcome.append(fresh_node.connect().request("ping")["now"] > 0)
+            results.append(fresh_node.connect().request("ping")["now"] > 0)
         except NodeError as error:
-            outcome.append(error)
+            results.append(error)
 
-    threads = [threading.Thread(target=race) for _ in range(4)]
+    threads = [threading.Thread(target=connect) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcome == [True] * 4
+    assert results == [True] * 4
     assert [path.name for path in (fresh_node.root / "runtime").iterdir()] == [RUNTIME.digest]
 
 
-def test_the_archive_is_the_same_whenever_it_is_made() -> None:
+def test_the_runtime_archive_is_reproducible() -> None:
     assert SourceArchive(package=RUNTIME.package).archive == RUNTIME.archive
 
 
 def test_a_failing_interpreter_is_reported_with_its_message(node: NodeUnderTest, tmp_path: Path) -> None:
     with pytest.raises(BootstrapFailed, match="no license for python"):
-        node.connect(python=python_that(tmp_path, "echo no license for python >&2; exit 3"))
+        node.connect(python=write_python_wrapper(tmp_path, "echo no license for python >&2; exit 3"))
 
 
 def test_a_missing_interpreter_is_named(node: NodeUnderTest) -> None:
@@ -129,7 +130,7 @@ def test_a_missing_interpreter_is_named(node: NodeUnderTest) -> None:
         node.connect(python="/no/such/python")
 
 
-def test_a_root_that_cannot_be_made_is_named(node: NodeUnderTest) -> None:
+def test_a_root_that_cannot_be_created_is_named(node: NodeUnderTest) -> None:
     shutil.rmtree(node.top)
     node.top.write_text("a file")
     try:
@@ -139,15 +140,15 @@ def test_a_root_that_cannot_be_made_is_named(node: NodeUnderTest) -> None:
         node.top.unlink()
 
 
-def test_a_node_that_says_nothing_is_unreachable_in_time(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_node_that_does_not_answer_is_unreachable_after_the_timeout(node: NodeUnderTest, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(NodeUnreachable, match="within"):
-        node.connect(python=python_that(tmp_path, "cat >/dev/null"), timeout_s=0.3)  # until the connection is closed
+        node.connect(python=write_python_wrapper(tmp_path, "cat >/dev/null"), timeout_s=0.3)  # until the connection is closed
     assert time.monotonic() - started < 30
 
 
 @pytest.mark.slow
-def test_a_stalled_agent_is_noticed_and_never_blocks_a_sender(node: NodeUnderTest) -> None:
+def test_a_suspended_agent_is_detected_and_blocks_no_sender(node: NodeUnderTest) -> None:
     link = node.connect(ping_s=1.0)
     agent = link.request("hello", watch=[])["facts"]["agent_pid"]
     answers: list[object] = []
@@ -155,29 +156,29 @@ def test_a_stalled_agent_is_noticed_and_never_blocks_a_sender(node: NodeUnderTes
     try:
         for _ in range(40):  # more than a pipe holds
             link.send("ping", answers.append, ballast="A" * 100_000)
-        assert not node.closed  # a sender that was blocked would have been until now
+        assert not node.closed  # so no sender was blocked until the agent counted as silent
         wait_until(lambda: node.closed, 15, "on_close")
         assert len(answers) == 40
         assert all(isinstance(answer, NodeUnreachable) for answer in answers)
         with pytest.raises(NodeUnreachable):
             link.request("ping")
-        # However late somebody asks: a submitter that slept for an hour must not count its own sleep against the node.
-        wait_until(lambda: link.silent_s == pytest.approx(4 * 1.0), 15, "as long as noticing it takes")
+        # It does not increase further: if the submitter sleeps for an hour, this hour does not count as silence of the node.
+        wait_until(lambda: link.silent_s == pytest.approx(4 * 1.0), 15, "the silence until the detection")
     finally:
         os.kill(agent, signal.SIGCONT)
     link.close()
     assert len(node.closed) == 1
 
 
-def test_the_agent_ends_without_requests_and_at_the_end_of_its_input(node: NodeUnderTest) -> None:
-    silent = node.connect(ping_s=60)
-    agent = silent.request("hello", watch=[], idle_timeout_s=0.3)["facts"]["agent_pid"]
-    wait_until(lambda: node.closed, 15, "the agent left")
-    wait_until(lambda: not is_alive(agent), 15, "the agent left by itself")
+def test_the_agent_ends_after_its_idle_timeout_and_at_the_end_of_its_input(node: NodeUnderTest) -> None:
+    idle = node.connect(ping_s=60)
+    agent = idle.request("hello", watch=[], idle_timeout_s=0.3)["facts"]["agent_pid"]
+    wait_until(lambda: node.closed, 15, "the connection closed")
+    wait_until(lambda: not is_alive(agent), 15, "the agent ended by itself")
     other = node.connect()
     agent = other.request("hello", watch=[])["facts"]["agent_pid"]
     other.close()
-    wait_until(lambda: not is_alive(agent), 15, "the agent left at EOF")
+    wait_until(lambda: not is_alive(agent), 15, "the agent ended at EOF")
 
 
 def test_every_operation_is_served(node: NodeUnderTest) -> None:
@@ -190,7 +191,7 @@ def test_every_operation_is_served(node: NodeUnderTest) -> None:
                 assert error.kind != "internal" and "unknown operation" not in error.message, op  # noqa: PT017, PT018
 
 
-def test_requests_that_are_wrong_are_refused_and_change_nothing(node: NodeUnderTest) -> None:
+def test_invalid_requests_are_refused(node: NodeUnderTest) -> None:
     link = node.connect()
     refused(link, "bad_request", "dance")  # type: ignore[arg-type]
     refused(link, "bad_request", "lease")
@@ -208,17 +209,17 @@ def test_requests_that_are_wrong_are_refused_and_change_nothing(node: NodeUnderT
 # -- one attempt
 
 
-def test_an_operation_that_fails_in_an_unforeseen_way_is_answered_and_the_agent_lives(node: NodeUnderTest) -> None:
+def test_an_unexpected_error_of_an_operation_is_reported_and_the_agent_continues(node: NodeUnderTest) -> None:
     link = node.connect()
     node.lease(link, wanted={"cpus": [1, 2]})
     lease = {"attempt": node.attempt(), "gpus": 0, "gpu_ids": [], "lease_dir": str(node.lease_dir), "port": None}
-    # A number that fits into no float.
+    # A number that is too large for a float.
     assert "OverflowError" in refused(link, "internal", "lease", **lease, wanted={"cpus": ["9" * 400, 2]})
     assert link.request("ping")["now"]
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 400, '{"keeper": 3}', '{"command": {"pid": []}}', '{"phase": 1e999}'])
-def test_a_record_that_a_task_has_overwritten_ends_no_agent(node: NodeUnderTest, content: str) -> None:
+def test_agents_survive_a_record_that_a_task_has_overwritten(node: NodeUnderTest, content: str) -> None:
     link = node.connect()
     attempt = node.start(link, ["sleep", "60"])
     record = node.directory(attempt) / "runner.json"
@@ -227,17 +228,17 @@ def test_a_record_that_a_task_has_overwritten_ends_no_agent(node: NodeUnderTest,
     other = node.connect()
     for one in (link, other):
         assert one.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "absent"
-        # Other roots have leftovers too, for example those of a test that runs at the same time.
+        # Other roots may have leftovers too, for example those of a test that runs at the same time.
         assert [found for found in one.request("reap", dry_run=True)["processes"] if found["is_ours"]] == []
         assert one.request("ping")["now"]
     refused(other, "not_found", "stop", attempt=attempt, grace_s=0, why="test")
     assert is_alive(command)
-    # The agent that has heard from its pair can still speak to it.
+    # The agent whose connection to the runner and keeper is open can still stop the task.
     link.request("stop", attempt=attempt, grace_s=0, why="test")
     wait_until(lambda: not is_alive(command))
 
 
-def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTest) -> None:
+def test_a_command_runs_with_the_requested_arguments_and_environment(node: NodeUnderTest) -> None:
     link = node.connect()
     script = (
         "import os,json,sys; u=os.umask(0); os.umask(u); os.environ['TOKEN']=os.environ['TOKEN'][::-1]\n"
@@ -254,34 +255,33 @@ def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTes
         python_path=["@@ATTEMPT_DIR@@/lib"],
     )  # fmt: skip
     assert end["exit_code"] == 0, output
-    seen = json.loads(output)
-    attempt = seen["env"]["DISTFLOW_ATTEMPT"]
+    found = json.loads(output)
+    attempt = found["env"]["DISTFLOW_ATTEMPT"]
     directory = str(node.directory(attempt))
-    assert seen["argv"] == [*hostile[:-1], f"--x={directory}/files/f"]
-    assert seen["cwd"] == f"{directory}/work"
-    assert seen["env"]["X"] == "1 2"
-    assert seen["env"]["HERE"] == f"{directory}/output"
-    assert seen["env"]["TOKEN"] == "terces-2retnuh"  # backwards, because it would be masked
-    assert seen["env"]["PATH"].startswith("/opt/first:")
-    assert seen["env"]["PYTHONPATH"] == f"/mine:{directory}/lib"
+    assert found["argv"] == [*hostile[:-1], f"--x={directory}/files/f"]
+    assert found["cwd"] == f"{directory}/work"
+    assert found["env"]["X"] == "1 2"
+    assert found["env"]["HERE"] == f"{directory}/output"
+    assert found["env"]["TOKEN"] == "terces-2retnuh"  # backwards, because it would be masked
+    assert found["env"]["PATH"].startswith("/opt/first:")
+    assert found["env"]["PYTHONPATH"] == f"/mine:{directory}/lib"
     home = node.transport.run(["sh", "-c", 'printf %s "$HOME"'], timeout_s=60).stdout.decode()
-    assert seen["env"]["HOME"] == home
-    assert seen["env"]["DISTFLOW_ATTEMPT_DIR"] == directory
-    assert seen["env"]["TORCHELASTIC_ERROR_FILE"] == f"{directory}/error.json"
-    usual = os.umask(0o22)
-    os.umask(usual)
-    assert seen["umask"] == usual
-    assert seen["sid"]
-    assert seen["stdin"] == "/dev/null"
-    assert seen["fds"] == [0, 1, 2, 3]  # 3 is the listing itself
-    # Python's own two (PIPE, XFSZ) are set by the Python that looks; nothing else may be inherited.
-    # Python itself ignores SIGPIPE and SIGXFSZ.
-    assert [signals_of(line) for line in seen["sig"]] == [0, 0x1001000]
+    assert found["env"]["HOME"] == home
+    assert found["env"]["DISTFLOW_ATTEMPT_DIR"] == directory
+    assert found["env"]["TORCHELASTIC_ERROR_FILE"] == f"{directory}/error.json"
+    umask = os.umask(0o22)
+    os.umask(umask)
+    assert found["umask"] == umask
+    assert found["sid"]
+    assert found["stdin"] == "/dev/null"
+    assert found["fds"] == [0, 1, 2, 3]  # 3 is the listing itself
+    # Python itself ignores SIGPIPE and SIGXFSZ. Nothing else may be inherited.
+    assert [parse_signal_mask(line) for line in found["sig"]] == [0, 0x1001000]
 
 
 def test_a_command_gets_default_signals(node: NodeUnderTest) -> None:
     _, output = node.run(node.connect(), ["grep", "-E", "Sig(Ign|Blk)", "/proc/self/status"])
-    assert [signals_of(line) for line in output.splitlines()] == [0, 0]
+    assert [parse_signal_mask(line) for line in output.splitlines()] == [0, 0]
 
 
 def test_a_secret_reaches_neither_disk_nor_arguments(node: NodeUnderTest, marker: str) -> None:
@@ -291,7 +291,7 @@ def test_a_secret_reaches_neither_disk_nor_arguments(node: NodeUnderTest, marker
     attempt = node.lease(link)
     link.request("prepare", attempt=attempt, launch=launch_of(argv, secret_env={"TOKEN": secret}))
     link.close()
-    # Another agent than the one that got the secret starts it.
+    # The agent that starts the attempt is not the one that received the secret.
     link = node.connect()
     os.mkfifo(node.directory(attempt) / "work/fifo")
     node.watch(link, attempt)
@@ -302,7 +302,7 @@ def test_a_secret_reaches_neither_disk_nor_arguments(node: NodeUnderTest, marker
             assert marker.encode() not in path.read_bytes(), path
     assert not processes_with(marker)
     (node.directory(attempt) / "work/fifo").write_text("go\n")
-    assert node.end(attempt)["exit_code"] == 0
+    assert node.await_end(attempt)["exit_code"] == 0
 
 
 def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
@@ -310,7 +310,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
     attempt = node.start(
         link, ["true"], files=[{"path": "files/a/run.sh", "text": "#!/bin/sh\necho @@ATTEMPT_DIR@@", "mode": 0o755}]
     )
-    node.end(attempt)
+    node.await_end(attempt)
     directory = node.directory(attempt)
     assert (directory / "files/a/run.sh").read_text() == f"#!/bin/sh\necho {directory}"
     assert stat.S_IMODE((directory / "files/a/run.sh").stat().st_mode) == 0o755
@@ -321,7 +321,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "code", "says"),
+    ("file", "code", "message"),
     [
         ("no-such-program", 127, "program `no-such-program` not found on this node in PATH"),
         ("./absent", 127, "does not exist"),
@@ -332,7 +332,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
         ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
     ],
 )
-def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest, file: str, code: int, says: str) -> None:
+def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest, file: str, code: int, message: str) -> None:
     files = [
         {"path": "files/plain", "text": "echo", "mode": 0o600},
         {"path": "files/garbage", "text": "echo hi", "mode": 0o755},
@@ -341,7 +341,7 @@ def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest,
     ]
     end, _ = node.run(node.connect(), [file], files=files)
     assert (end["reason"], end["exit_code"], end["signal"]) == ("start_error", code, None)
-    assert says in end["message"]
+    assert message in end["message"]
     assert file.rsplit("/", maxsplit=1)[-1] in end["message"]
 
 
@@ -352,7 +352,7 @@ def test_a_prelude_runs_before_the_command_without_touching_its_arguments(node: 
     assert (end["exit_code"], output) == (0, "from the prelude|a b|$A\n")
 
 
-def test_how_a_command_ended_is_recorded(node: NodeUnderTest) -> None:
+def test_the_exit_code_or_signal_of_a_command_is_recorded(node: NodeUnderTest) -> None:
     link = node.connect()
     before = time.time()  # noqa: TID251 - the node's clock is this machine's
     end, output = node.run(link, ["sh", "-c", "echo out; echo err >&2; exit 7"])
@@ -383,7 +383,7 @@ def test_memory_that_processes_share_counts_once(node: NodeUnderTest) -> None:
     assert (end["reason"], end["exit_code"]) == ("exited", 0), end
 
 
-def test_the_error_file_of_a_process_comes_with_the_end(node: NodeUnderTest) -> None:
+def test_the_error_file_of_a_process_is_reported_with_the_end(node: NodeUnderTest) -> None:
     script = 'echo \'{"message": {"message": "boom", "extraInfo": {}}}\' > "$TORCHELASTIC_ERROR_FILE"; exit 1'
     end, _ = node.run(node.connect(), ["sh", "-c", script])
     assert end["error"] == {"message": {"message": "boom", "extraInfo": {}}}
@@ -393,7 +393,7 @@ def test_the_error_file_of_a_process_comes_with_the_end(node: NodeUnderTest) -> 
     assert end["error"]["message"].startswith("xxx")
 
 
-def test_every_operation_may_be_asked_twice(node: NodeUnderTest) -> None:
+def test_each_step_of_an_attempt_can_be_requested_twice(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.attempt()
     fields: dict[str, Any] = {
@@ -403,18 +403,18 @@ def test_every_operation_may_be_asked_twice(node: NodeUnderTest) -> None:
         "port": "any",
         "start_timeout_s": 60,
     }
-    first: list[object] = []
-    for _ in range(2):  # the second asks before the first is answered
-        link.send("lease", first.append, attempt=attempt, **fields)
-    wait_until(lambda: len(first) == 2)
-    assert first[0] == first[1] == link.request("lease", attempt=attempt, **fields)
+    answers: list[object] = []
+    for _ in range(2):  # the second request is sent before the first is answered
+        link.send("lease", answers.append, attempt=attempt, **fields)
+    wait_until(lambda: len(answers) == 2)
+    assert answers[0] == answers[1] == link.request("lease", attempt=attempt, **fields)
     for _ in range(2):
         assert link.request("prepare", attempt=attempt, launch=launch_of(["sleep", "60"])) == {"prepared": True}
     assert link.request("start", attempt=attempt) == link.request("start", attempt=attempt)
-    assert link.request("lease", attempt=attempt, **fields) == first[0]
+    assert link.request("lease", attempt=attempt, **fields) == answers[0]
     for _ in range(2):
         link.request("stop", attempt=attempt, grace_s=5, why="enough")
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert (end["reason"], end["all_ended"]) == ("stopped", True)
     link.request("stop", attempt=attempt, grace_s=5, why="again")
     assert link.request("start", attempt=attempt)["pid"] > 0
@@ -425,12 +425,13 @@ def test_every_operation_may_be_asked_twice(node: NodeUnderTest) -> None:
 
 
 def jobs_of(agent: int) -> list[int]:
+    """Return the processes that an agent has forked for slow operations."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     return [int(pid) for pid in children if name_of(int(pid)) == "df-job"]
 
 
 def test_late_files_of_a_broken_connection_do_not_reach_a_running_task(node: NodeUnderTest) -> None:
-    """The supervisor comes back by another connection, and asks for the same again."""
+    """The supervisor reconnects and repeats its request, while the first connection still prepares files."""
     first, second = node.connect(), node.connect()
     agents = [link.request("hello", watch=[])["facts"]["agent_pid"] for link in (first, second)]
     attempt, blob = node.lease(first), node.stage(b"as it was given")
@@ -440,7 +441,7 @@ def test_late_files_of_a_broken_connection_do_not_reach_a_running_task(node: Nod
     )
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     first.send("prepare", lambda _answer: None, attempt=attempt, launch=launch)
-    job = wait_until(lambda: jobs_of(agents[0]), 20, "it has begun")[0]
+    job = wait_until(lambda: jobs_of(agents[0]), 20, "the first one has begun")[0]
     os.kill(job, signal.SIGSTOP)
     try:
         second.send("prepare", answers.put, attempt=attempt, launch=launch)
@@ -450,7 +451,7 @@ def test_late_files_of_a_broken_connection_do_not_reach_a_running_task(node: Nod
             os.kill(job, signal.SIGCONT)
         assert answers.get(timeout=60) == {"prepared": True}
         second.request("start", attempt=attempt)
-        wait_until(lambda: node.output(attempt) == "changed\n", 20, "it runs")
+        wait_until(lambda: node.output(attempt) == "changed\n", 20, "the task runs")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(job, signal.SIGCONT)
@@ -458,12 +459,12 @@ def test_late_files_of_a_broken_connection_do_not_reach_a_running_task(node: Nod
     assert (node.directory(attempt) / "work/1999/file").read_text() == "mine\n"
 
 
-def test_stop_asks_first(node: NodeUnderTest) -> None:
+def test_stop_sends_sigterm_first(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "trap 'echo bye; exit 4' TERM; echo up; while :; do sleep 0.2; done"])
     wait_until(lambda: node.output(attempt))
     link.request("stop", attempt=attempt, grace_s=20, why="a peer failed")
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert (end["reason"], end["why"], end["exit_code"]) == ("stopped", "a peer failed", 4)
     assert end["stopped_at"] <= end["ended_at"]
     assert node.output(attempt).endswith("bye\n")
@@ -477,19 +478,19 @@ def test_stop_kills_processes_that_ignore_sigterm(node: NodeUnderTest, marker: s
     wait_until(lambda: node.output(attempt) and len(processes_with(marker)) >= 2)
     started = time.monotonic()
     link.request("stop", attempt=attempt, grace_s=0.4, why="")
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert time.monotonic() - started >= 0.4
     assert (end["reason"], end["signal"]) == ("stopped", signal.SIGKILL)
     assert not processes_with(marker)
 
 
-def test_a_shorter_grace_hurries_and_a_longer_one_does_not_delay(node: NodeUnderTest) -> None:
+def test_a_later_stop_can_shorten_the_grace_period_but_not_extend_it(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.2; done"])
     wait_until(lambda: node.output(attempt))
     for grace_s in (60, 0.1, 60):
         link.request("stop", attempt=attempt, grace_s=grace_s, why=f"grace {grace_s}")
-    assert node.end(attempt, 10)["why"] == "grace 60"
+    assert node.await_end(attempt, 10)["why"] == "grace 60"
 
 
 def test_stop_reaches_a_command_that_is_suspended(node: NodeUnderTest) -> None:
@@ -497,31 +498,31 @@ def test_stop_reaches_a_command_that_is_suspended(node: NodeUnderTest) -> None:
     attempt = node.start(link, ["sh", "-c", "echo up; kill -STOP $$; sleep 60"])
     wait_until(lambda: node.output(attempt))
     link.request("stop", attempt=attempt, grace_s=20, why="")
-    assert node.end(attempt, 10)["signal"] == signal.SIGTERM
+    assert node.await_end(attempt, 10)["signal"] == signal.SIGTERM
 
 
-def test_stop_before_start_ends_it_without_having_run(node: NodeUnderTest) -> None:
+def test_a_stop_before_the_start_ends_the_attempt_without_running_it(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)
     link.request("stop", attempt=attempt, grace_s=1, why="changed my mind")
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert (end["reason"], end["why"], end["started_at"], end["exit_code"]) == ("stopped", "changed my mind", None, None)
     refused(link, "conflict", "start", attempt=attempt)
 
 
 def test_survivors_of_the_command_get_sigterm_and_then_sigkill(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
-    polite = "trap 'echo asked; exit' TERM; touch one; while :; do sleep 0.2; done"
-    deaf = "trap '' TERM; touch two; while :; do sleep 0.2; done"
+    obeying = "trap 'echo asked; exit' TERM; touch one; while :; do sleep 0.2; done"
+    ignoring = "trap '' TERM; touch two; while :; do sleep 0.2; done"
     both = 'setsid sh -c "$1" $0 & setsid sh -c "$2" $0 & until [ -e one ] && [ -e two ]; do sleep 0.2; done; exit 5'
-    argv = ["sh", "-c", both, marker, polite, deaf]
+    argv = ["sh", "-c", both, marker, obeying, ignoring]
     end, output = node.run(link, argv)
     assert (end["reason"], end["exit_code"]) == ("exited", 5)
     assert "asked" in output
     assert not processes_with(marker)
 
 
-def test_a_pair_that_is_never_started_ends_by_itself(node: NodeUnderTest) -> None:
+def test_an_attempt_that_is_never_started_ends_after_its_start_timeout(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, start_timeout_s=0.3)
     link.close()
@@ -531,23 +532,23 @@ def test_a_pair_that_is_never_started_ends_by_itself(node: NodeUnderTest) -> Non
     refused(link, "conflict", "prepare", attempt=attempt, launch=launch_of(["true"]))
 
 
-def test_a_lease_lasts_while_somebody_attends(node: NodeUnderTest) -> None:
+def test_a_lease_does_not_expire_while_its_agent_is_connected(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, start_timeout_s=1.0)
-    # It was asked whether to end, several times over, when a longer lease has ended unattended.
+    # After the end of a longer lease without an agent, the timeout of this one has passed several times.
     other = node.connect()
     unattended = node.lease(other, start_timeout_s=3.0)
     other.close()
     wait_until(lambda: node.record(unattended), 20)
     link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
     link.request("start", attempt=attempt)
-    assert node.end(attempt)["exit_code"] == 0
+    assert node.await_end(attempt)["exit_code"] == 0
 
 
-def test_release_leaves_nothing(node: NodeUnderTest) -> None:
+def test_release_removes_the_processes_and_the_directory_of_an_attempt(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, gpus=1, gpu_ids=[0], port="any")
-    pids = [node.state(attempt)[who]["pid"] for who in ("runner", "keeper")]
+    pids = [node.state(attempt)[role]["pid"] for role in ("runner", "keeper")]
     link.request("release", attempt=attempt)
     assert not node.directory(attempt).exists()
     assert not (node.root / node.workflow).exists()
@@ -561,8 +562,8 @@ def test_release_leaves_nothing(node: NodeUnderTest) -> None:
 # -- leases
 
 
-def test_resources_being_returned_can_be_leased_again_at_once(node: NodeUnderTest) -> None:
-    """As a gang does whose other node has refused: it goes to a third one, and to this one again."""
+def test_a_lease_can_be_requested_again_before_its_release_is_answered(node: NodeUnderTest) -> None:
+    """A gang does this when its other node has refused: it requests a third node, and this one again."""
     link, answers = node.connect(), queue.SimpleQueue[Any]()
     lease: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     attempt = node.attempt()
@@ -573,50 +574,50 @@ def test_resources_being_returned_can_be_leased_again_at_once(node: NodeUnderTes
     assert node.watch(link, attempt)["phase"] == "leased"
 
 
-def test_gpus_are_given_to_one_at_a_time_and_the_holder_is_named(node: NodeUnderTest) -> None:
+def test_a_gpu_has_one_holder_at_a_time_and_a_refusal_names_it(node: NodeUnderTest) -> None:
     link = node.connect()
-    one = node.attempt()
+    first = node.attempt()
     lease: dict[str, Any] = {"gpu_ids": [0, 1, 2, 3], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
-    assert link.request("lease", attempt=one, gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
+    assert link.request("lease", attempt=first, gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
     message = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
     assert message.endswith("1 of 4 GPUs are free and this task needs 2. In use: GPUs 0-2 by this group's own task t1")
-    stranger = node.attempt().replace("/g/", "/other/")
-    message = refused(link, "busy", "lease", attempt=stranger, gpus=2, **lease)
+    other = node.attempt().replace("/g/", "/other/")
+    message = refused(link, "busy", "lease", attempt=other, gpus=2, **lease)
     assert message.endswith(f"this task needs 2. In use: GPUs 0-2 by {user_name()}")
-    # All or nothing: the free one was not kept by the attempt that was refused.
+    # The refused attempt has not leased the free GPU.
     for ticket in node.lease_dir.glob("ticket-*"):
-        ticket.unlink()  # neither asks again
-    assert link.request("lease", attempt=stranger, gpus=1, **lease)["gpu_ids"] == [3]
-    link.request("prepare", attempt=one, launch=launch_of(["true"]))
-    link.request("start", attempt=one)
-    node.end(one)
+        ticket.unlink()  # no refused attempt repeats its request
+    assert link.request("lease", attempt=other, gpus=1, **lease)["gpu_ids"] == [3]
+    link.request("prepare", attempt=first, launch=launch_of(["true"]))
+    link.request("start", attempt=first)
+    node.await_end(first)
     assert link.request("lease", attempt=node.attempt(), gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
     assert stat.S_IMODE(node.lease_dir.stat().st_mode) == 0o1777
     assert stat.S_IMODE((node.lease_dir / "gpu-0.lock").stat().st_mode) == 0o666
 
 
-def test_cpus_and_memory_are_promised_once(node: NodeUnderTest) -> None:
+def test_cpus_and_memory_are_not_leased_twice(node: NodeUnderTest) -> None:
     link = node.connect()
-    one, gib = node.attempt(), 1 << 30
+    first, gib = node.attempt(), 1 << 30
     lease: dict[str, Any] = {"gpus": 0, "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
-    link.request("lease", attempt=one, wanted={"cpus": [6, 8], "memory": [10 * gib, 16 * gib]}, **lease)
-    two = node.attempt()
-    said = refused(link, "busy", "lease", attempt=two, wanted={"cpus": [3, 8]}, **lease)
-    assert "2 of 8 CPUs are free and this task needs 3. In use: 6 by " in said
-    assert one not in said
-    said = refused(link, "busy", "lease", attempt=two, wanted={"cpus": [1, 8], "memory": [7 * gib, 16 * gib]}, **lease)
-    assert "6 of 16 GiB of memory are free and this task needs 7. In use: 10 by " in said
-    link.request("lease", attempt=two, wanted={"cpus": [2, 8], "memory": [6 * gib, 16 * gib]}, **lease)
-    # What asks for nothing is not held up, and a promise ends with its processes.
+    link.request("lease", attempt=first, wanted={"cpus": [6, 8], "memory": [10 * gib, 16 * gib]}, **lease)
+    second = node.attempt()
+    message = refused(link, "busy", "lease", attempt=second, wanted={"cpus": [3, 8]}, **lease)
+    assert "2 of 8 CPUs are free and this task needs 3. In use: 6 by " in message
+    assert first not in message
+    message = refused(link, "busy", "lease", attempt=second, wanted={"cpus": [1, 8], "memory": [7 * gib, 16 * gib]}, **lease)
+    assert "6 of 16 GiB of memory are free and this task needs 7. In use: 10 by " in message
+    link.request("lease", attempt=second, wanted={"cpus": [2, 8], "memory": [6 * gib, 16 * gib]}, **lease)
+    # A lease without CPUs and memory is not refused, and a claim ends with its processes.
     link.request("lease", attempt=node.attempt(), wanted={}, **lease)
-    for who in ("runner", "keeper"):
+    for role in ("runner", "keeper"):
         with contextlib.suppress(ProcessLookupError):  # a keeper without a task ends when its runner is gone
-            os.kill(node.state(one)[who]["pid"], signal.SIGKILL)
-    three = node.attempt()
+            os.kill(node.state(first)[role]["pid"], signal.SIGKILL)
+    third = node.attempt()
 
     def leased() -> bool:
         try:
-            link.request("lease", attempt=three, wanted={"cpus": [6, 8]}, **lease)
+            link.request("lease", attempt=third, wanted={"cpus": [6, 8]}, **lease)
         except AgentError as error:
             if error.kind != "busy":
                 raise
@@ -624,12 +625,12 @@ def test_cpus_and_memory_are_promised_once(node: NodeUnderTest) -> None:
         return True
 
     wait_until(leased, 20)
-    # One that the machine is too small for has been placed on purpose: alone, it may run.
+    # A request for more CPUs than the node has is only granted when no other claim exists.
     refused(link, "busy", "lease", attempt=node.attempt(), wanted={"cpus": [99, 8]}, **lease)
     assert len(list(node.lease_dir.glob("claim-*.lock"))) == 2
 
 
-def test_foreign_files_among_the_promises_do_no_harm(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_invalid_claim_files_do_not_block_a_lease(node: NodeUnderTest, tmp_path: Path) -> None:
     node.lease_dir.mkdir()
     holder = os.open(node.lease_dir / "claim-12345-0.lock", os.O_RDWR | os.O_CREAT)
     other = os.open(node.lease_dir / "claim-12345-1.lock", os.O_RDWR | os.O_CREAT)
@@ -647,37 +648,39 @@ def test_foreign_files_among_the_promises_do_no_harm(node: NodeUnderTest, tmp_pa
         os.close(other)
 
 
-def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_gpu_that_another_program_uses_is_not_leased(node: NodeUnderTest, tmp_path: Path) -> None:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
-    script = tmp_path / "apps"
+    apps = tmp_path / "apps"
     smi.write_text(
-        f'#!/bin/sh\ncase "$1" in *apps*) cat {script};; -L) printf "GPU 0: A\\nGPU 1: A\\n";; '
+        f'#!/bin/sh\ncase "$1" in *apps*) cat {apps};; -L) printf "GPU 0: A\\nGPU 1: A\\n";; '
         '*) printf "0, GPU-a, 00000000:17:00.0\\n1, GPU-b, 00000000:3B:00.0\\n";; esac\n'
     )
     smi.chmod(0o755)
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    script.write_text(f"GPU-a, {os.getpid()}, /usr/bin/py,thon, 512\nGPU-b, {gone.pid}, ended, 1\nrubbish\n")
-    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    apps.write_text(f"GPU-a, {os.getpid()}, /usr/bin/py,thon, 512\nGPU-b, {ended.pid}, ended, 1\nrubbish\n")
+    link = node.connect(python=write_python_wrapper(tmp_path, f"export PATH={smi.parent}:$PATH"))
     lease: dict[str, Any] = {"gpu_ids": [0, 1], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
-    said = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
-    assert f"1 of 2 GPUs are free and this task needs 2. In use: GPU 0 by pid {os.getpid()} (" in said
-    assert "py, thon, 512 MiB), which is not known to be a task of distflow" in said
-    one = node.attempt()
-    assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]
-    assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]
+    message = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
+    assert f"1 of 2 GPUs are free and this task needs 2. In use: GPU 0 by pid {os.getpid()} (" in message
+    assert "py, thon, 512 MiB), which is not known to be a task of distflow" in message
+    attempt = node.attempt()
+    assert link.request("lease", attempt=attempt, gpus=1, **lease)["gpu_ids"] == [1]
+    assert link.request("lease", attempt=attempt, gpus=1, **lease)["gpu_ids"] == [1]
     assert link.request("lease", attempt=node.attempt(), gpus=1, share_gpus=True, **lease)["gpu_ids"] == [0]
 
 
-def test_a_lease_of_gpus_that_finds_no_place_is_refused_and_the_agent_lives(node: NodeUnderTest, tmp_path: Path) -> None:
-    """As on a full disk, where `nvidia-smi` is asked first, in a child."""
+def test_a_gpu_lease_without_room_for_its_directory_is_refused_and_the_agent_continues(
+    node: NodeUnderTest, tmp_path: Path
+) -> None:
+    """A file in place of the workflow's directory acts like a full disk. A child process runs `nvidia-smi` before."""
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho 0, GPU-a, 00000000:17:00.0\n")
     smi.chmod(0o755)
-    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
-    (node.root / node.workflow).write_text("in the way of its directory")
+    link = node.connect(python=write_python_wrapper(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    (node.root / node.workflow).write_text("in place of its directory")
     lease: dict[str, Any] = {"gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     assert "`lease` failed: " in refused(link, "internal", "lease", attempt=node.attempt(), gpus=1, **lease)
     link.request("ping")
@@ -692,15 +695,15 @@ ctypes.CDLL = NoBuffer
 
 
 @pytest.mark.parametrize(
-    ("smi_answers", "told"),
+    ("smi_answers", "reported"),
     [("0, GPU-a, 00000000:17:00.0\n1, GPU-b, 00000000:3B:00.0\n", ["3b", "ca"]), ("", ["17", "3b", "ca"])],
-    ids=["nvidia-smi", "it fails"],
+    ids=["nvidia-smi", "nvidia-smi fails"],
 )
 @pytest.mark.parametrize("share_gpus", [False, True])
 def test_errors_of_a_neighbors_gpu_are_not_reported_with_the_end_of_a_task(
-    node: NodeUnderTest, tmp_path: Path, smi_answers: str, told: list[str], share_gpus: bool
+    node: NodeUnderTest, tmp_path: Path, smi_answers: str, reported: list[str], share_gpus: bool
 ) -> None:
-    """Of three GPUs with errors one is leased, one is another's, and one was never listed. They are read from a journal."""
+    """Of three GPUs with errors, one is leased, one is not, and nvidia-smi never listed one. A journal contains the errors."""
     tools, journal, listed = tmp_path / "bin", tmp_path / "journal", tmp_path / "listed"
     tools.mkdir()
     listed.write_text(smi_answers)
@@ -709,7 +712,7 @@ def test_errors_of_a_neighbors_gpu_are_not_reported_with_the_end_of_a_task(
         (tools / name).chmod(0o755)
     (tmp_path / "prefix.py").write_text(NO_KERNEL_BUFFER)
     start = [f"export PATH={tools}:$PATH", "shift 3", "stub=$1", "shift"]
-    wrapper = python_that(tmp_path, *start, f'exec {PYTHON} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"')
+    wrapper = write_python_wrapper(tmp_path, *start, f'exec {PYTHON} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"')
     link = node.connect(python=wrapper)
     lease: dict[str, Any] = {"gpu_ids": [1], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     attempt = node.attempt()
@@ -722,62 +725,62 @@ def test_errors_of_a_neighbors_gpu_are_not_reported_with_the_end_of_a_task(
     )
     link.request("prepare", attempt=attempt, launch=launch_of([PYTHON, "-c", fail, str(journal)]))
     link.request("start", attempt=attempt)
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert end["exit_code"] == 3
-    assert [line.removeprefix("NVRM: Xid (PCI:0000:")[:2] for line in end["kernel"]["lines"]] == told
+    assert [line.removeprefix("NVRM: Xid (PCI:0000:")[:2] for line in end["kernel"]["lines"]] == reported
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC, reason="a container has other process ids than the driver"
 )
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp_path: Path, stays: bool) -> None:
-    smi, asked = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
+@pytest.mark.parametrize("is_permanent", [False, True])
+def test_the_end_of_a_task_waits_for_the_processes_on_its_gpu(node: NodeUnderTest, tmp_path: Path, is_permanent: bool) -> None:
+    smi, calls = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
     smi.parent.mkdir()
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    # A process that has ended is still on the GPU at the first check, or for good.
-    goes = f"test $(wc -l < {asked}) -gt 2 ||" if not stays else ""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    # A process that has ended is still on the GPU at the first checks, or at all of them.
+    condition = f"test $(wc -l < {calls}) -gt 2 ||" if not is_permanent else ""
     smi.write_text(
-        f'#!/bin/sh\ncase "$1" in *apps*) echo >> {asked}; {goes} echo "GPU-a, {gone.pid}, python, 512";; '
+        f'#!/bin/sh\ncase "$1" in *apps*) echo >> {calls}; {condition} echo "GPU-a, {ended.pid}, python, 512";; '
         '-L) echo "GPU 0: A";; *) echo "0, GPU-a, 00000000:17:00.0";; esac\n'
     )
     smi.chmod(0o755)
-    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    link = node.connect(python=write_python_wrapper(tmp_path, f"export PATH={smi.parent}:$PATH"))
     attempt = node.attempt()
     lease: dict[str, Any] = {"gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     link.request("lease", attempt=attempt, gpus=1, **lease)
     link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
     link.request("start", attempt=attempt)
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert end["exit_code"] == 0
-    if stays:
-        assert end["message"].startswith(f"processes left on its GPUs: GPU 0: pid {gone.pid} (python, 512 MiB)")
+    if is_permanent:
+        assert end["message"].startswith(f"processes left on its GPUs: GPU 0: pid {ended.pid} (python, 512 MiB)")
     else:
         assert end["message"] is None
-        assert len(asked.read_text().splitlines()) >= 3
+        assert len(calls.read_text().splitlines()) >= 3
 
 
 @pytest.mark.slow
-def test_a_stop_while_the_driver_takes_its_time_costs_no_exit_code(node: NodeUnderTest, tmp_path: Path) -> None:
-    smi, asked = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
+def test_a_stop_while_nvidia_smi_is_slow_does_not_lose_the_exit_code(node: NodeUnderTest, tmp_path: Path) -> None:
+    smi, calls = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
     smi.parent.mkdir()
-    # Longer than a keeper has for confirming a stop, when it is asked for who is left on the GPU of a task that has ended.
-    slow = f"echo >> {asked}; test $(wc -l < {asked}) -ne 2 || sleep 7"
+    # The second call lists the processes on the GPU of the ended task. It takes longer than a keeper has to confirm a stop.
+    slow = f"echo >> {calls}; test $(wc -l < {calls}) -ne 2 || sleep 7"
     smi.write_text(
         f'#!/bin/sh\ncase "$1" in *apps*) {slow};; -L) echo "GPU 0: A";; *) echo "0, GPU-a, 00000000:17:00.0";; esac\n'
     )
     smi.chmod(0o755)
-    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    link = node.connect(python=write_python_wrapper(tmp_path, f"export PATH={smi.parent}:$PATH"))
     attempt = node.start(link, ["sh", "-c", "exit 3"], lease={"gpus": 1, "gpu_ids": [0]})
-    wait_until(lambda: len(asked.read_text().splitlines()) > 1, 20, "it is asked for")
+    wait_until(lambda: len(calls.read_text().splitlines()) > 1, 20, "nvidia-smi is called again")
     link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="a peer failed")
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     assert (end["reason"], end["exit_code"]) == ("exited", 3), end
 
 
-def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest) -> None:
+def test_a_port_is_reserved_for_the_task_which_can_listen_on_it(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.attempt()
     lease: dict[str, Any] = {"gpus": 0, "gpu_ids": [], "lease_dir": str(node.lease_dir), "start_timeout_s": 60}
@@ -793,9 +796,9 @@ def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest)
     )
     link.request("prepare", attempt=attempt, launch=launch_of([PYTHON, "-c", server, str(port)]))
     link.request("start", attempt=attempt)
-    node.end(attempt)
+    node.await_end(attempt)
     assert node.output(attempt) == "joined\n"
-    # The same number again at once: connections of the last attempt in TIME_WAIT must not make the agent refuse.
+    # The port can be leased again at once, although connections of the last attempt are in TIME_WAIT.
     assert link.request("lease", attempt=node.attempt(), port=port, **lease)["port"] == port
 
 
@@ -813,34 +816,34 @@ def test_a_port_in_use_is_refused_and_never_replaced(node: NodeUnderTest) -> Non
     }
 
 
-def test_a_process_that_locks_the_promises_freezes_no_agent(node: NodeUnderTest) -> None:
+def test_a_process_that_locks_the_claims_does_not_block_the_agent(node: NodeUnderTest) -> None:
     node.lease_dir.mkdir()
-    gate = os.open(node.lease_dir / "claims.lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(gate, fcntl.LOCK_EX)
+    lock = os.open(node.lease_dir / "claims.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     lease: dict[str, Any] = {"gpus": 0, "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     lease |= {"wanted": {"cpus": [1, 2]}}
     link = node.connect()
     try:
         assert "claims.lock" in str(refused(link, "busy", "lease", attempt=node.attempt(), **lease))
     finally:
-        os.close(gate)
+        os.close(lock)
     link.request("lease", attempt=node.attempt(), **lease)
 
 
-def test_lock_files_name_the_process_that_holds_them_when_the_agent_has_gone(node: NodeUnderTest) -> None:
+def test_lock_files_name_the_runner_after_the_agent_has_ended(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, gpus=1, gpu_ids=[0], port=0, wanted={"cpus": [1, 8]})
     link.close()
-    files = {path.name.split("-")[0]: json.loads(path.read_text()) for path in node.lease_dir.glob("*-*.lock")}
+    contents = {path.name.split("-")[0]: json.loads(path.read_text()) for path in node.lease_dir.glob("*-*.lock")}
     runner = node.state(attempt)["runner"]["pid"]
-    assert {name: (said["attempt"], said["pid"]) for name, said in files.items()} == dict.fromkeys(
+    assert {name: (content["attempt"], content["pid"]) for name, content in contents.items()} == dict.fromkeys(
         ("claim", "gpu", "port"), (attempt, runner)
     )
-    assert files["claim"]["cpus"] == 1
+    assert contents["claim"]["cpus"] == 1
     node.connect().request("release", attempt=attempt)
 
 
-def test_traps_in_the_lease_directory_do_no_harm(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_links_pipes_and_directories_in_place_of_lock_files_are_not_used(node: NodeUnderTest, tmp_path: Path) -> None:
     link = node.connect()
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -882,18 +885,18 @@ def test_an_archive_is_unpacked_with_its_modes_and_inner_links(node: NodeUnderTe
         (member("hard", type=tarfile.LNKTYPE, linkname="d/run.sh"), b""),
     )
     attempt = node.start(link, ["./link"], files=[{"path": "work", "blob": node.stage(data), "is_tar": True}])
-    assert node.end(attempt)["exit_code"] == 0
+    assert node.await_end(attempt)["exit_code"] == 0
     assert node.output(attempt) == "hi\n"
     assert stat.S_IMODE((node.directory(attempt) / "work/d/run.sh").stat().st_mode) == 0o755
 
 
-def test_an_attempt_takes_over_the_unchanged_files_of_an_ended_one(node: NodeUnderTest) -> None:
+def test_an_attempt_reuses_the_unchanged_files_of_an_ended_one(node: NodeUnderTest) -> None:
     link = node.connect()
     folders = [(member(f"d{number}", type=tarfile.DIRTYPE, mode=0o755), b"") for number in range(3)]
     blob = node.stage(tar_of(*folders, *((member(f"d{number % 3}/{number}.py"), b"text") for number in range(120))))
     files = [{"path": "work/code", "blob": blob, "is_tar": True, "reusable": True}]
     first = node.start(link, ["sh", "-c", "echo more >> code/d1/1.py"], files=files)
-    assert node.end(first)["exit_code"] == 0
+    assert node.await_end(first)["exit_code"] == 0
     before = {path.name: path.stat().st_ino for path in (node.directory(first) / "work").rglob("*.py")}
     second = node.start(link, ["sleep", "60"], files=files)
     found = {path.name: path.stat().st_ino for path in (node.directory(second) / "work").rglob("*.py")}
@@ -904,7 +907,7 @@ def test_an_attempt_takes_over_the_unchanged_files_of_an_ended_one(node: NodeUnd
 
 
 @pytest.mark.parametrize(
-    "trap",
+    "members",
     [
         [(member("../evil"), b"x")],
         [(member("/tmp/evil"), b"x")],
@@ -921,16 +924,18 @@ def test_an_attempt_takes_over_the_unchanged_files_of_an_ended_one(node: NodeUnd
         [(member("fifo", type=tarfile.FIFOTYPE), b"")],
     ],
 )
-def test_an_archive_cannot_leave_its_directory(node: NodeUnderTest, trap: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+def test_an_archive_that_could_write_outside_its_directory_is_refused(
+    node: NodeUnderTest, members: list[tuple[tarfile.TarInfo, bytes]]
+) -> None:
     link = node.connect()
     attempt = node.lease(link)
-    launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(tar_of(*trap)), "is_tar": True}])
+    launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(tar_of(*members)), "is_tar": True}])
     refused(link, "bad_request", "prepare", attempt=attempt, launch=launch)
     assert not list(node.root.rglob("evil"))
 
 
 @pytest.mark.parametrize("path", ["../x", "/tmp/x", "runner.json", "./exit.json", "work/../../x", "control", ""])
-def test_a_file_cannot_be_placed_elsewhere_or_over_ours(node: NodeUnderTest, path: str) -> None:
+def test_a_file_cannot_be_placed_outside_the_attempt_or_over_its_records(node: NodeUnderTest, path: str) -> None:
     link = node.connect()
     attempt = node.lease(link)
     refused(link, "bad_request", "prepare", attempt=attempt, launch=launch_of(["true"], files=[{"path": path, "text": "x"}]))
@@ -940,7 +945,7 @@ SLOW_DISK = """\
 import os, time
 real = os.open
 def slow(path, *flags, **fields):
-    while str(path).endswith("/work/f0") and not os.path.exists({mended!r}):
+    while str(path).endswith("/work/f0") and not os.path.exists({released!r}):
         time.sleep(0.01)
     return real(path, *flags, **fields)
 os.open = slow
@@ -948,20 +953,20 @@ os.open = slow
 
 
 def test_preparing_does_not_delay_a_ping(node: NodeUnderTest, tmp_path: Path) -> None:
-    mended = tmp_path / "mended"
-    (tmp_path / "prefix.py").write_text(SLOW_DISK.format(mended=str(mended)))
+    released = tmp_path / "released"
+    (tmp_path / "prefix.py").write_text(SLOW_DISK.format(released=str(released)))
     start = ["shift 3", "stub=$1", "shift", f'exec {PYTHON} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"']
-    link = node.connect(python=python_that(tmp_path, *start))
+    link = node.connect(python=write_python_wrapper(tmp_path, *start))
     attempt, data = node.lease(link), tar_of((member("f0"), b"x" * 100))
     launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(data), "is_tar": True}])
-    done: list[object] = []
-    link.send("prepare", done.append, attempt=attempt, launch=launch)
+    answers: list[object] = []
+    link.send("prepare", answers.append, attempt=attempt, launch=launch)
     for _ in range(3):
         link.request("ping")
-    assert not done
-    mended.touch()
-    wait_until(lambda: done, 20, "it is prepared")
-    assert done == [{"prepared": True}]
+    assert not answers
+    released.touch()
+    wait_until(lambda: answers, 20, "it is prepared")
+    assert answers == [{"prepared": True}]
     assert (node.directory(attempt) / "work/f0").exists()
 
 
@@ -969,7 +974,7 @@ def test_preparing_does_not_delay_a_ping(node: NodeUnderTest, tmp_path: Path) ->
 
 
 class Tail:
-    """What comes over a stream."""
+    """The data that a stream has sent."""
 
     def __init__(self, node: NodeUnderTest, stream: int) -> None:
         self._node, self._stream = node, stream
@@ -990,13 +995,13 @@ class Tail:
         return next((event["size"] for event in self._events("eof")), None)
 
 
-def test_a_stream_without_credit_stops_and_others_continue(node: NodeUnderTest) -> None:
+def test_a_stream_without_credit_pauses_and_pings_are_answered(node: NodeUnderTest) -> None:
     link = node.connect()
     total = 3_000_000
     attempt = node.start(link, [PYTHON, "-c", f"import sys; sys.stdout.buffer.write(bytes(range(250)) * {total // 250})"])
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     tail = Tail(node, 1)
-    node.end(attempt)
+    node.await_end(attempt)
     wait_until(lambda: len(tail.data) == 256 * 1024)
     link.request("ping")
     assert len(tail.data) == 256 * 1024
@@ -1004,9 +1009,9 @@ def test_a_stream_without_credit_stops_and_others_continue(node: NodeUnderTest) 
 
     def has_ended() -> bool:
         nonlocal returned
-        got = len(tail.data)
-        link.credit(1, got - returned)
-        returned = got
+        received = len(tail.data)
+        link.credit(1, received - returned)
+        returned = received
         return tail.size is not None
 
     assert not has_ended()
@@ -1015,13 +1020,13 @@ def test_a_stream_without_credit_stops_and_others_continue(node: NodeUnderTest) 
     assert tail.size == total
 
 
-def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderTest) -> None:
+def test_output_is_sent_as_it_is_written_with_the_time_of_each_read(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     link.request("tail", stream=2, attempt=attempt, file="output.idx", offset=0)
     script = 'echo one; read x < "$0"; echo two >&2; read x < "$1"'
-    # Two of them: a slow writer of one could still be there for the second `read`, and then none for the second write.
+    # Each `read` has its own FIFO: the second `read` could otherwise find the writer of the first one.
     fifos = [node.directory(attempt) / "work" / name for name in ("first", "second")]
     for fifo in fifos:
         os.mkfifo(fifo)
@@ -1032,7 +1037,7 @@ def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderT
     fifos[0].write_text("x\n")
     wait_until(lambda: log.data == b"one\ntwo\n")
     fifos[1].write_text("x\n")
-    end = node.end(attempt)
+    end = node.await_end(attempt)
     wait_until(lambda: (log.size, index.size) == (8, 32))
     (first, start), (second, after) = struct.iter_unpack("<dQ", index.data)
     assert (start, after) == (0, 4)
@@ -1042,7 +1047,7 @@ def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderT
 def test_a_tail_begins_at_its_offset_and_ends_with_the_attempt(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["printf", "0123456789"])
-    node.end(attempt)
+    node.await_end(attempt)
     link.close()
     link = node.connect()
     link.request("tail", stream=5, attempt=attempt, file="output.log", offset=7)
@@ -1052,14 +1057,14 @@ def test_a_tail_begins_at_its_offset_and_ends_with_the_attempt(node: NodeUnderTe
     refused(link, "not_found", "tail", stream=6, attempt=node.attempt(), file="output.log", offset=0)
 
 
-def test_an_untailed_stream_is_silent(node: NodeUnderTest) -> None:
+def test_no_output_is_sent_after_untail(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     link.request("untail", stream=1)
     link.request("prepare", attempt=attempt, launch=launch_of(["echo", "hi"]))
     link.request("start", attempt=attempt)
-    node.end(attempt)
+    node.await_end(attempt)
     link.request("ping")
     assert Tail(node, 1).data == b""
 
@@ -1074,22 +1079,22 @@ def test_a_full_disk_loses_output_and_nothing_else(node: NodeUnderTest, tmp_path
     try:
         link = node.connect()
         attempt = node.start(link, [PYTHON, "-c", "import sys; sys.stdout.buffer.write(b'x' * 5_000_000); sys.exit(6)"])
-        end = node.end(attempt)
+        end = node.await_end(attempt)
         assert end["exit_code"] == 6
         assert end["output_bytes"] < 2_000_000
         assert end["output_bytes"] + end["lost_output_bytes"] == 5_000_000
         assert node.record(attempt) == end
         refused(link, "no_space", "lease", attempt=node.attempt(), gpus=0, port=None, lease_dir=str(node.lease_dir))
         refused(link, "no_space", "stage", blobs=[{"hash": "0" * 64, "size": 10_000_000}])
-        # The runner outlives the record that it waited for by some instants.
-        wait_until(lambda: cleaned(link, node.workflow), 20)
+        # The runner outlives the record of the end for a moment.
+        wait_until(lambda: try_clean(link, node.workflow), 20)
         node.lease(link)
     finally:
         node.close()
         subprocess.run(["umount", "-l", str(node.root)], check=True)
 
 
-# -- agents come and go
+# -- several agents
 
 
 def test_a_later_agent_finds_attempts_of_an_earlier_one(node: NodeUnderTest) -> None:
@@ -1102,11 +1107,11 @@ def test_a_later_agent_finds_attempts_of_an_earlier_one(node: NodeUnderTest) -> 
     status = node.watch(link, attempt, events)
     assert (status["phase"], status["pid"]) == ("running", node.state(attempt)["command"]["pid"])
     (node.root / "fifo").write_text("x\n")
-    # Pushed, not asked for.
-    assert node.end(attempt, events=events)["exit_code"] == 3
+    # The agent reports the end without a request.
+    assert node.await_end(attempt, events=events)["exit_code"] == 3
 
 
-def test_two_agents_hear_the_same(node: NodeUnderTest) -> None:
+def test_two_agents_report_the_same_events(node: NodeUnderTest) -> None:
     first: list[Event] = []
     second: list[Event] = []
     one = node.connect(events=first)
@@ -1119,15 +1124,15 @@ def test_two_agents_hear_the_same(node: NodeUnderTest) -> None:
         link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     one.request("prepare", attempt=attempt, launch=launch_of(argv))
     two.request("start", attempt=attempt)
-    for events in (first, second):  # while it runs: its end would wake them in any case
+    for events in (first, second):  # before the end of the task, which would be reported in any case
         wait_until(lambda e=events: [one for one in e if one["event"] == "data"])  # type: ignore[misc]
         phases = [e["status"]["phase"] for e in events if e["event"] == "status"]
         assert list(dict.fromkeys(phases)) == ["leased", "prepared", "running"]
     (node.root / "fifo").write_text("x\n")
-    assert node.end(attempt, events=first) == node.end(attempt, events=second)
+    assert node.await_end(attempt, events=first) == node.await_end(attempt, events=second)
 
 
-def test_an_end_without_a_listener_is_read_later(node: NodeUnderTest) -> None:
+def test_an_end_without_a_connected_agent_is_reported_by_the_next_one(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "sleep 0.2; exit 9"])
     link.close()
@@ -1136,17 +1141,17 @@ def test_an_end_without_a_listener_is_read_later(node: NodeUnderTest) -> None:
     assert (answer["phase"], answer["end"]["exit_code"]) == ("ended", 9)
 
 
-def test_survey_and_clean(node: NodeUnderTest) -> None:
+def test_survey_lists_a_workflow_and_clean_removes_it(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "echo result > @@ATTEMPT_DIR@@/output/r; head -c 100000 /dev/zero > big"])
-    node.end(attempt)
+    node.await_end(attempt)
     running = node.start(link, ["sleep", "60"])
     (found,) = link.request("survey")["workflows"]
     assert (found["uuid"], found["alive"]) == (node.workflow, [running])
     assert found["bytes"] > 100_000
     assert running in refused(link, "conflict", "clean", workflow=node.workflow, keep_output=False)
     link.request("stop", attempt=running, grace_s=0, why="")
-    node.end(running)
+    node.await_end(running)
     wait_until(lambda: not link.request("survey")["workflows"][0]["alive"])
     assert link.request("clean", workflow=node.workflow, keep_output=True)["freed_bytes"] >= 100_000
     assert (node.directory(attempt) / "output/r").read_text() == "result\n"
@@ -1158,47 +1163,47 @@ def test_survey_and_clean(node: NodeUnderTest) -> None:
     assert link.request("clean", workflow=node.workflow, keep_output=False) == {"freed_bytes": 0}
 
 
-def wakeups(pid: int) -> int:
+def count_wakeups(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
 
 
-def test_nothing_polls(node: NodeUnderTest) -> None:
+def test_an_idle_agent_runner_and_keeper_do_not_wake_up(node: NodeUnderTest) -> None:
     link = node.connect(ping_s=60)
     agent = link.request("hello", watch=[])["facts"]["agent_pid"]
     attempt = node.start(link, ["sleep", "60"], lease={"gpus": 1, "gpu_ids": [0], "port": "any"})
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     state = node.state(attempt)
     pids = [agent, state["runner"]["pid"], state["keeper"]["pid"]]
-    # The work of the requests above ends, and then no thread wakes up for a second.
-    seen: list[list[int]] = [[]]
+    # Wait until the requests above are done. Then no thread may wake up for a second.
+    counts: list[list[int]] = [[]]
 
-    def rests() -> bool:
+    def is_idle() -> bool:
         threading.Event().wait(0.3)
-        seen.append([wakeups(pid) for pid in pids])
-        return seen[-1] == seen[-2]
+        counts.append([count_wakeups(pid) for pid in pids])
+        return counts[-1] == counts[-2]
 
-    wait_until(rests, 20, "all rest")
-    before = [wakeups(pid) for pid in pids]
+    wait_until(is_idle, 20, "all are idle")
+    before = [count_wakeups(pid) for pid in pids]
     threading.Event().wait(1.0)
-    assert [after - was for after, was in zip((wakeups(pid) for pid in pids), before, strict=True)] == [0, 0, 0]
+    assert [later - earlier for later, earlier in zip((count_wakeups(pid) for pid in pids), before, strict=True)] == [0, 0, 0]
 
 
-def python_3_8() -> str | None:
+def find_python_3_8() -> str | None:
     for candidate in ("python3.8", os.path.expanduser("~/.pyenv/versions/3.8.18/bin/python3.8")):
-        found = shutil.which(candidate)
-        if found is not None:
+        program = shutil.which(candidate)
+        if program is not None:
             with contextlib.suppress(OSError):
                 environment = {**os.environ, "PYENV_VERSION": os.environ.get("PYENV_VERSION", "3.8.18")}
-                asked = [found, "-c", "import sys; print(sys.executable) if sys.version_info[:2] == (3, 8) else sys.exit(1)"]
-                done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+                argv = [program, "-c", "import sys; print(sys.executable) if sys.version_info[:2] == (3, 8) else sys.exit(1)"]
+                done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode == 0:
                     return done.stdout.strip()  # the interpreter itself: a version manager's shim needs its variable
     return None
 
 
 def test_the_runtime_works_on_the_oldest_python(node: NodeUnderTest) -> None:
-    python = python_3_8()
+    python = find_python_3_8()
     if python is None:
         pytest.skip("no Python 3.8 here")
     link = node.connect(python=python)
@@ -1210,29 +1215,29 @@ def test_the_runtime_works_on_the_oldest_python(node: NodeUnderTest) -> None:
         files=[{"path": "work", "blob": node.stage(tar_of((member("a/b"), b"x"))), "is_tar": True}],
     )
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
-    assert node.end(attempt)["exit_code"] == 3
+    assert node.await_end(attempt)["exit_code"] == 3
     wait_until(lambda: Tail(node, 1).size == 3)
     failed, _ = node.run(link, ["no-such-program"])
     assert failed["exit_code"] == 127
     stopped = node.start(link, ["sleep", "60"])
     link.request("stop", attempt=stopped, grace_s=5, why="")
-    assert node.end(stopped)["signal"] == signal.SIGTERM
+    assert node.await_end(stopped)["signal"] == signal.SIGTERM
     link.request("survey")
     link.request("clean", workflow=node.workflow, keep_output=False)
 
 
-def test_home_is_the_node_s(node: NodeUnderTest, tmp_path: Path) -> None:
-    python = python_that(tmp_path, f"export HOME={tmp_path}/home")
+def test_a_tilde_in_the_root_is_the_home_on_the_node(node: NodeUnderTest, tmp_path: Path) -> None:
+    python = write_python_wrapper(tmp_path, f"export HOME={tmp_path}/home")
     link = connect(node.transport, "~/distflow root", python)
     assert link.request("hello", watch=[])["facts"]["root"] == f"{tmp_path}/home/distflow root/distflow-node"
     link.close()
 
 
-def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -> None:
+def test_a_task_with_a_self_stop_ends_after_its_agent_has_ended(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.2; done"], self_stop_after_s=1.0)
     other = node.start(link, ["sleep", "600"])
-    # While somebody listens, time does not count.
+    # While the agent is connected, the time does not count.
     until = time.monotonic() + 2.0
     wait_until(lambda: link.request("ping") and time.monotonic() > until)
     assert node.record(attempt) is None
@@ -1243,27 +1248,29 @@ def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -
 
 
 @pytest.mark.slow
-def test_a_task_that_was_quiet_for_longer_than_it_may_be_alone_is_not_alone_yet_when_its_connection_ends(
+def test_the_time_until_a_self_stop_begins_when_the_connection_ends(
     node: NodeUnderTest,
 ) -> None:
-    link, may_be_alone_s = node.connect(), 6.0
+    link, self_stop_s = node.connect(), 6.0
     agent = link.request("hello", watch=[])["facts"]["agent_pid"]
-    attempt = node.start(link, ["sleep", "600"], self_stop_after_s=may_be_alone_s)
+    attempt = node.start(link, ["sleep", "600"], self_stop_after_s=self_stop_s)
     quiet_since = time.monotonic()
-    wait_until(lambda: time.monotonic() > quiet_since + may_be_alone_s + 0.5, 20, "it was quiet for so long")
+    wait_until(lambda: time.monotonic() > quiet_since + self_stop_s + 0.5, 20, "the task was quiet for longer than that")
     link.close()
     wait_until(lambda: not is_alive(agent), 20, "the agent has ended")
     assert node.watch(node.connect(), attempt)["phase"] == "running"
 
 
-def test_more_attempts_than_a_login_may_open_files_lose_nothing(node: NodeUnderTest, tmp_path: Path) -> None:
-    """Each takes up to three of the agent's descriptors: a link to its pair, and two files that are read."""
-    link = node.connect(python=python_that(tmp_path, "ulimit -S -n 48"))
+def test_output_of_many_attempts_is_complete_despite_a_low_limit_of_open_files(node: NodeUnderTest, tmp_path: Path) -> None:
+    """Each attempt takes up to three of the agent's descriptors: a connection to its runner or keeper, and two open files."""
+    link = node.connect(python=write_python_wrapper(tmp_path, "ulimit -S -n 48"))
     attempts = [node.start(link, ["sh", "-c", "ulimit -S -n; sleep 600"]) for _ in range(24)]
     for number, attempt in enumerate(attempts):
         link.request("tail", stream=number, attempt=attempt, file="output.log", offset=0)
-    said = [base64.b64encode(b"48\n").decode()] * len(attempts)
-    wait_until(lambda: [event["data"] for event in list(node.events) if event["event"] == "data"] == said, 20, "all are heard")
+    expected = [base64.b64encode(b"48\n").decode()] * len(attempts)
+    wait_until(
+        lambda: [event["data"] for event in list(node.events) if event["event"] == "data"] == expected, 20, "all output arrives"
+    )
 
 
 def test_heartbeats_are_reported_once_each_after_pings(node: NodeUnderTest) -> None:
@@ -1274,7 +1281,7 @@ def test_heartbeats_are_reported_once_each_after_pings(node: NodeUnderTest) -> N
     wait_until(lambda: "there" in node.output(attempt), 20)
 
     def beats() -> list[Event]:
-        # What was pushed behind one ping is there before the next one is answered.
+        # Events that follow the answer to one ping arrive before the answer to the next one.
         link.request("ping")
         link.request("ping")
         return [event for event in node.events if event["event"] == "beat"]
@@ -1283,9 +1290,9 @@ def test_heartbeats_are_reported_once_each_after_pings(node: NodeUnderTest) -> N
     for count in (1, 2):
         os.kill(node.state(attempt)["command"]["pid"], signal.SIGUSR1)
         wait_until(lambda count=count: node.output(attempt).count("beaten") == count, 20)  # type: ignore[misc]
-        told = beats()
-        assert len(told) == count
-        assert told[-1]["attempt"] == attempt
-        assert 0 <= told[-1]["age_s"] < 20
-        assert beats() == told
+        events = beats()
+        assert len(events) == count
+        assert events[-1]["attempt"] == attempt
+        assert 0 <= events[-1]["age_s"] < 20
+        assert beats() == events
     assert not (node.directory(silent) / "heartbeat").exists()

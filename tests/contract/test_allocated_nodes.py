@@ -1,4 +1,4 @@
-"""Transports to allocated nodes for commands of users: one engine serves all nodes of a pool, also when an allocation ends."""
+"""Transports to allocated nodes for commands of users: nodes of a pool share one engine, and may outlive their allocation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distflow.transports.base import Transport
 from distflow.transports.local import LocalTransport
 
 
-class WatchedEngine(LocalEngine):
-    """Counts how often its login node is used and how often it is closed."""
+class CountingEngine(LocalEngine):
+    """An engine that counts how often its login node is used and how often it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,17 +35,17 @@ def pool() -> Pool:
     return Pool(name="p", backend="slurm", nodes=(), template=ssh_node())
 
 
-def allocated(engine: LocalEngine) -> str:
+def request_two_nodes(engine: LocalEngine) -> str:
     allocation = Allocation(workflow="1" * 32, group="g", attempt=0)
     nodes = (NodeRequest(task="a"), NodeRequest(task="b"))
     return engine.request(AllocationRequest(allocation=allocation, label="w/g", nodes=nodes))
 
 
 def test_all_nodes_of_a_pool_share_an_engine_until_the_last_is_closed(pool: Pool) -> None:
-    opened: list[WatchedEngine] = []
+    opened: list[CountingEngine] = []
 
-    def open_engine(_: Pool) -> WatchedEngine:
-        opened.append(WatchedEngine())
+    def open_engine(_: Pool) -> CountingEngine:
+        opened.append(CountingEngine())
         return opened[-1]
 
     engines = Engines(open_engine)
@@ -62,8 +62,8 @@ def test_all_nodes_of_a_pool_share_an_engine_until_the_last_is_closed(pool: Pool
 
 
 def test_operations_go_to_the_login_node_after_the_end_of_the_allocation(pool: Pool) -> None:
-    engine = WatchedEngine()
-    name = allocated(engine)
+    engine = CountingEngine()
+    name = request_two_nodes(engine)
     transport = Engines(lambda _: engine).transport(pool, f"h0@{name}")
     assert transport.run(["echo", "inside"], timeout_s=60).stdout == b"inside\n"
     assert engine.logins == 0
@@ -78,7 +78,7 @@ def test_operations_go_to_the_login_node_after_the_end_of_the_allocation(pool: P
     transport.close()
 
 
-class UnusableEngine(WatchedEngine):
+class UnusableEngine(CountingEngine):
     """A cluster whose kubeconfig cannot be used."""
 
     def allocations(self) -> Mapping[str, Allocation]:
@@ -94,8 +94,8 @@ def test_an_unusable_configuration_is_an_error_of_the_node(pool: Pool) -> None:
     transport.close()
 
 
-class ExpiringEngine(WatchedEngine):
-    """Its allocations end when a command is to start there."""
+class ExpiringEngine(CountingEngine):
+    """An engine whose allocations end when a command starts there."""
 
     def transport(self, allocation_id: str, host: str) -> Transport:
         def end() -> None:
@@ -115,7 +115,7 @@ class ExpiringTransport(LocalTransport):
 
 
 class ClosedChannel:
-    """The channel of a relay that was not started: `srun: error: Slurm job 5 has expired`."""
+    """The channel of a relay that did not start: `srun: error: Slurm job 5 has expired`."""
 
     exit_code = None
 
@@ -132,9 +132,9 @@ class ClosedChannel:
         pass
 
 
-def test_an_allocation_that_ends_before_a_command_starts_leads_to_the_login_node(pool: Pool) -> None:
+def test_a_command_runs_on_the_login_node_when_its_allocation_ends_before_the_start(pool: Pool) -> None:
     engine = ExpiringEngine()
-    name = allocated(engine)
+    name = request_two_nodes(engine)
     transport = Engines(lambda _: engine).transport(pool, f"h0@{name}")
     channel = transport.open(["sh", "-c", "echo ready; cat"])
     assert channel.read() == b"ready\n"

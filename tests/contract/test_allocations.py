@@ -1,4 +1,4 @@
-"""The backend for allocated nodes, with an engine in memory whose hosts are this machine."""
+"""The backend for allocated nodes, with an in-memory engine whose hosts are this machine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Logs:
 
 
 class Bench:
-    """A backend on a local engine, and everything that it reported."""
+    """A backend on a local engine, and its observations."""
 
     def __init__(self, folder: Path, engine: LocalEngine) -> None:
         template = Node(
@@ -72,9 +72,11 @@ class Bench:
         self.pool = Pool(name="p", backend="slurm", nodes=(), template=template)
         (folder / "blobs").mkdir(exist_ok=True)
         self.engine = engine
-        self.seen: list[Observation] = []
+        self.observations: list[Observation] = []
         self.logs = Logs()
-        self.backend = AllocatedBackend(self.pool, engine, blobs=folder / "blobs", sink=self.seen.append, logs=self.logs)
+        self.backend = AllocatedBackend(
+            self.pool, engine, blobs=folder / "blobs", sink=self.observations.append, logs=self.logs
+        )
 
     def request(self, *tasks: str, workflow: str = W1, attempt: int = 0) -> LeaseRequest:
         return LeaseRequest(
@@ -84,7 +86,7 @@ class Bench:
 
     def await_one(self, kind: type[T], **match: object) -> T:
         def find() -> T | None:
-            for one in self.seen:
+            for one in self.observations:
                 if isinstance(one, kind) and all(getattr(one, name) == value for name, value in match.items()):
                     return one
             return None
@@ -92,7 +94,7 @@ class Bench:
         try:
             return wait_until(find, 30, f"{kind.__name__} {match}")
         except TimeoutError as error:
-            raise TimeoutError(f"{error}; seen: {self.seen}") from None
+            raise TimeoutError(f"{error}; observations: {self.observations}") from None
 
     def lease(self, *tasks: str, workflow: str = W1, attempt: int = 0) -> list[AttemptKey]:
         request = self.request(*tasks, workflow=workflow, attempt=attempt)
@@ -123,10 +125,10 @@ def engine() -> LocalEngine:
 def bench(tmp_path: Path, engine: LocalEngine) -> Iterator[Bench]:
     made = Bench(tmp_path, engine)
     yield made
-    for seen in [one for one in made.seen if isinstance(one, Started)]:
-        if not any(isinstance(one, Ended) and one.key == seen.key for one in made.seen):
-            made.backend.stop(seen.key, grace_s=0.0, why="test")
-            made.await_one(Ended, key=seen.key)
+    for started in [one for one in made.observations if isinstance(one, Started)]:
+        if not any(isinstance(one, Ended) and one.key == started.key for one in made.observations):
+            made.backend.stop(started.key, grace_s=0.0, why="test")
+            made.await_one(Ended, key=started.key)
     made.backend.keep(())
     made.backend.close()
     made.backend.close()
@@ -164,7 +166,7 @@ def test_a_gang_waits_with_the_engines_reason_and_gets_a_node_for_each_task(benc
         (Over(reason=None, message="the program of another node failed", is_failure=True), Reason.NODE_LOST),
     ],
 )
-def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(
+def test_the_engines_reason_for_an_end_replaces_the_signal(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, over: Over, reason: Reason
 ) -> None:
     monkeypatch.setattr(backend, "_RECOVERY_S", 2.0)
@@ -172,7 +174,7 @@ def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(
     pid = bench.start(killed, "sleep 600")
     bench.start(other, "trap '' TERM; sleep 600")
     os.kill(pid, signal.SIGTERM)
-    # Otherwise, the backend might query the engine before it knows that the command was ended.
+    # Otherwise, the backend might query the engine before the end of the command is reported.
     wait_until(lambda: any(one.doubtful for one in bench.backend._held.values()), 20, "the end of the command is held back")
     bench.engine.end("1", over)
     end = bench.await_one(Ended, key=killed).end
@@ -180,16 +182,16 @@ def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(
     assert end["signal"] == signal.SIGTERM
     assert bench.await_one(Ended, key=other).end["allocation"] is reason
     bench.await_one(LogComplete, key=other)
-    assert len([one for one in bench.seen if isinstance(one, Ended)]) == 2
-    # The engine in memory ends no processes.
-    bench.seen.clear()
-    again = Bench(Path(bench.pool.template.root).parent, bench.engine)  # type: ignore[union-attr]
-    again.engine.grant("1")
-    again.backend.watch([other])
-    again.await_one(Started, key=other)
-    again.backend.stop(other, grace_s=0.0, why="test")
-    again.await_one(Ended, key=other)
-    again.backend.close()
+    assert len([one for one in bench.observations if isinstance(one, Ended)]) == 2
+    # The in-memory engine ends no processes, so end the other task here.
+    bench.observations.clear()
+    second = Bench(Path(bench.pool.template.root).parent, bench.engine)  # type: ignore[union-attr]
+    second.engine.grant("1")
+    second.backend.watch([other])
+    second.await_one(Started, key=other)
+    second.backend.stop(other, grace_s=0.0, why="test")
+    second.await_one(Ended, key=other)
+    second.backend.close()
 
 
 class CountedEngine(LocalEngine):
@@ -205,7 +207,7 @@ class CountedEngine(LocalEngine):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [CountedEngine()])
 @pytest.mark.parametrize("ended", ["command", "keeper"])
-def test_an_engine_may_list_an_allocation_while_it_terminates_its_processes(
+def test_a_failure_is_held_back_until_the_engine_reports_the_end_of_the_allocation(
     bench: Bench, engine: CountedEngine, ended: str
 ) -> None:
     (key,) = bench.lease("a")
@@ -214,14 +216,14 @@ def test_an_engine_may_list_an_allocation_while_it_terminates_its_processes(
     assert state is not None
     before = engine.queries
     os.kill(pid if ended == "command" else state["keeper"]["pid"], signal.SIGTERM)
-    # The first query follows at once, and more of them only while the failure is held back.
-    wait_until(lambda: engine.queries > before + 1, 30, "the engine is asked again")
+    # The first query follows at once, and further ones only while the failure is held back.
+    wait_until(lambda: engine.queries > before + 1, 30, "the engine is queried again")
     engine.end(host_of(key.node)[1], Over(reason=Reason.NODE_LOST, message="n2 failed"))
     end = bench.await_one(Ended, key=key).end
     assert (end["reason"], end["allocation"]) == ("allocation_over", Reason.NODE_LOST)
 
 
-def test_a_task_that_fails_by_itself_is_reported_as_it_is(bench: Bench) -> None:
+def test_a_failure_in_a_running_allocation_is_reported_with_its_exit_code(bench: Bench) -> None:
     (key,) = bench.lease("a")
     bench.start(key, "exit 3")
     end = bench.await_one(Ended, key=key).end
@@ -229,7 +231,7 @@ def test_a_task_that_fails_by_itself_is_reported_as_it_is(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_is_reported_although_the_engine_cannot_be_asked(bench: Bench) -> None:
+def test_a_failure_is_reported_although_the_engine_does_not_answer(bench: Bench) -> None:
     (key,) = bench.lease("a")
     bench.start(key, "read line; exit 3")
     bench.engine.is_away = True
@@ -270,7 +272,7 @@ def test_a_silent_node_is_reported_again_when_its_engine_falls_silent_or_answers
     engine.is_away = True
     engine.cut()
     bench.await_one(NodeDown, node=key.node, is_engine_away=True)
-    bench.seen.clear()
+    bench.observations.clear()
     engine.is_away = False
     bench.await_one(NodeDown, node=key.node, is_engine_away=False)
     engine.is_cut = False
@@ -278,7 +280,7 @@ def test_a_silent_node_is_reported_again_when_its_engine_falls_silent_or_answers
     bench.await_one(Started, key=key)
 
 
-def test_an_engine_that_cannot_be_asked_is_asked_again(bench: Bench) -> None:
+def test_requests_to_an_engine_that_does_not_answer_are_repeated(bench: Bench) -> None:
     bench.engine.is_away = True
     bench.backend.lease(bench.request("a"))
     assert "the controller does not answer" in bench.await_one(LeaseWaits).message
@@ -302,7 +304,7 @@ def test_a_refused_request_is_final(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("reason", "is_final"), [(Reason.CANCELED, True), (Reason.PREEMPTED, False)])
-def test_an_allocation_that_ends_in_the_queue(bench: Bench, reason: Reason, is_final: bool) -> None:
+def test_an_allocation_that_ends_in_the_queue_refuses_the_lease(bench: Bench, reason: Reason, is_final: bool) -> None:
     bench.engine.grants_at_once = False
     bench.backend.lease(bench.request("a"))
     bench.await_one(LeaseWaits)
@@ -315,22 +317,24 @@ def test_an_allocation_that_ends_in_the_queue(bench: Bench, reason: Reason, is_f
         assert bench.await_one(Leased).binding.tasks["a"].node == "h0@2"
 
 
-def test_a_gang_that_no_longer_waits_leaves_nothing_in_the_queue(bench: Bench) -> None:
+def test_the_request_of_a_gang_that_no_longer_waits_is_withdrawn(bench: Bench) -> None:
     bench.engine.grants_at_once = False
     bench.backend.lease(bench.request("a"))
     bench.backend.lease(bench.request("a", workflow=W2))
     bench.await_one(LeaseWaits, workflow=W1)
     bench.await_one(LeaseWaits, workflow=W2)
     bench.backend.keep([AttemptKey(workflow=W2, group="g", task="", attempt=0, node="")])
-    wait_until(lambda: [one.workflow for one in bench.engine.allocations().values()] == [W2], what="only one is left")
+    wait_until(
+        lambda: [one.workflow for one in bench.engine.allocations().values()] == [W2], what="only one allocation is left"
+    )
 
 
-def test_another_supervisor_finds_its_allocations_and_releases_what_ended_workflows_left(bench: Bench) -> None:
+def test_the_next_supervisor_finds_its_allocations_and_releases_those_of_ended_workflows(bench: Bench) -> None:
     (key,) = bench.lease("a")
     pid = bench.start(key, "echo one; sleep 600")
     bench.lease("a", workflow=W2)
     bench.backend.close()
-    bench.seen.clear()
+    bench.observations.clear()
     folder = Path(bench.pool.template.root).parent  # type: ignore[union-attr]
     later = Bench(folder, bench.engine)
     later.backend.watch([key])

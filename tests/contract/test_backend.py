@@ -1,6 +1,6 @@
 """The contract of backends (``backends.base.Backend``): in memory, on this machine, and on nodes of a real Slurm or Ray.
 
-Every bench has two GPUs. A test learns its nodes from the lease, because engines choose them.
+A `Bench` is a backend with two GPUs. A test reads its nodes from the lease, because engines choose them.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ W1, W2 = "1" * 32, "2" * 32
 
 @dataclass
 class Bench:
-    """A backend under test, and everything it said."""
+    """A backend under test, and its observations."""
 
     backend: Backend
     nodes: tuple[Node, ...] = ()
     """The nodes of its pool; empty if an engine allocates them."""
     tick: Callable[[], object] = lambda: None
-    seen: list[Observation] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     logs: dict[tuple[str, str], bytes] = field(default_factory=dict)
     beats: list[tuple[str, float]] = field(default_factory=list)
     _leases: dict[str, Leased] = field(default_factory=dict)
@@ -106,11 +106,11 @@ class Bench:
         for node in self.nodes:
             self.await_one(NodeUp, node=node.name)
 
-    def take(self, seen: Observation) -> None:
+    def take(self, observation: Observation) -> None:
         """Record an observation."""
-        self.seen.append(seen)
-        if isinstance(seen, Leased):
-            self._leases[seen.workflow] = seen
+        self.observations.append(observation)
+        if isinstance(observation, Leased):
+            self._leases[observation.workflow] = observation
 
     def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         return f"output.{kind}", len(self.logs.get((key.name, f"output.{kind}"), b""))
@@ -129,12 +129,12 @@ class Bench:
     def await_one(self, kind: type[T], **match: Any) -> T:
         def find() -> T | None:
             self.tick()
-            for one in self.seen:
+            for one in self.observations:
                 if isinstance(one, kind) and all(getattr(one, name) == value for name, value in match.items()):
                     return one
             return None
 
-        return wait_until(find, 120, f"{kind.__name__} {match}")  # an engine starts pods and actors before
+        return wait_until(find, 120, f"{kind.__name__} {match}")  # an engine may have to start pods or actors first
 
     def key(self, task: str = "t", attempt: int = 0, workflow: str = W1) -> AttemptKey:
         """The key of an attempt, on its own node or on another one of its gang."""
@@ -146,7 +146,7 @@ class Bench:
         return AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=node)
 
     def keep(self, *workflows: str) -> None:
-        """Give back what other workflows have leased."""
+        """Return the leases of all other workflows."""
         self.backend.keep([AttemptKey(workflow=one, group="g", task="", attempt=0, node="") for one in workflows])
 
     def request(self, *tasks: str, gpus: int = 0, workflow: str = W1, port: int | str | None = "any") -> LeaseRequest:
@@ -161,11 +161,11 @@ class Bench:
         return self.await_one(Leased, workflow=workflow)
 
     def await_denial(self, workflow: str) -> str:
-        """Wait until a gang does not get its nodes now, which may change; return why."""
+        """Wait until a gang is refused for now or must wait, and return the reason."""
 
         def find() -> str:
             self.tick()
-            for one in self.seen:
+            for one in self.observations:
                 if isinstance(one, LeaseRefused) and one.workflow == workflow:
                     assert not one.is_final
                     return "; ".join(one.nodes.values())
@@ -242,7 +242,7 @@ def slurm_with_two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sl
 
 @pytest.fixture
 def on_slurm(slurm_with_two_gpus: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    """A way to make benches whose nodes a real Slurm allocates. Their jobs end with the test."""
+    """A function that returns a bench whose nodes a real Slurm allocates. Its jobs end with the test."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_with_two_gpus.config))
     monkeypatch.setattr(SlurmEngine, "query_limit", QueryLimit(at_once=4.0, every_s=0.1))
 
@@ -260,7 +260,7 @@ def on_slurm(slurm_with_two_gpus: Slurm, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def on_ray(ray: RayCluster) -> Iterator[Callable[..., Bench]]:
-    """A way to make benches whose nodes a real Ray cluster allocates. One GPU of each of its two nodes is free."""
+    """A function that returns a bench whose nodes a real Ray cluster allocates. One GPU of each of its two nodes is free."""
     ray.run("ray.util.placement_group([{'GPU': 1}] * 2, strategy='STRICT_SPREAD', name='reserved').wait(30)")
 
     def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
@@ -278,9 +278,9 @@ def on_ray(ray: RayCluster) -> Iterator[Callable[..., Bench]]:
 
 @pytest.fixture
 def on_kubernetes(kubernetes: KubernetesCluster) -> Iterator[Callable[..., Bench]]:
-    """A way to make benches whose nodes are pods of a real Kubernetes. They end with the test."""
+    """A function that returns a bench whose nodes are pods of a real Kubernetes. They end with the test."""
     if not kubernetes.is_own:
-        pytest.skip("pods of a cluster of somebody else do not run on this machine")
+        pytest.skip("pods of a foreign cluster do not run on this machine")
     namespace = kubernetes.create_namespace()
     gpu = f"example.com/{namespace}"  # for this test alone, because others use the cluster at the same time
     kubernetes.add_resource(gpu, 1)
@@ -303,7 +303,7 @@ def on_kubernetes(kubernetes: KubernetesCluster) -> Iterator[Callable[..., Bench
 
 ENGINES = [pytest.param(name, marks=pytest.mark.slow) for name in ("slurm", "ray", "kubernetes")]
 BENCHES: dict[str, Callable[..., Bench]] = {"fake": _fake, "local": _machines}
-"""Name → a way to make one; ``on_slurm``, ``on_ray`` and ``on_kubernetes`` are further ones."""
+"""Functions by name that return a bench. ``on_slurm``, ``on_ray`` and ``on_kubernetes`` return further functions."""
 
 
 def _maker(request: pytest.FixtureRequest) -> Callable[..., Bench]:
@@ -317,8 +317,8 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture(params=[*BENCHES, *ENGINES])
-def late_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    """One whose nodes' clocks are behind ours."""
+def skewed_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    """A bench whose nodes' clocks are behind this machine's clock."""
     yield from _connected(_maker(request)(tmp_path, behind_s=BEHIND_S))
 
 
@@ -330,7 +330,7 @@ def _connected(made: Bench) -> Iterator[Bench]:
     made.backend.close()
 
 
-def test_no_command_blocks(bench: Bench) -> None:
+def test_lease_and_release_do_not_block(bench: Bench) -> None:
     begin = time.monotonic()
     bench.backend.lease(bench.request("t"))
     assert time.monotonic() - begin < 30
@@ -346,20 +346,20 @@ def test_an_attempt_is_reported_in_order_with_all_of_its_output(bench: Bench) ->
     assert (end["exit_code"], end["reason"]) == (3, "exited")
     bench.await_one(LogComplete, key=key)
     assert bench.logs[key.name, "output.log"] == b"out\nerr\n"
-    kinds = [type(one) for one in bench.seen if getattr(one, "key", None) == key]
+    kinds = [type(one) for one in bench.observations if getattr(one, "key", None) == key]
     assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
 
 
 def test_a_late_watcher_also_gets_the_start_of_an_ended_attempt(bench: Bench) -> None:
     key = bench.begin("echo out; exit 3")
     bench.await_one(LogComplete, key=key)
-    told = bench.await_one(Started, key=key)
-    bench.seen.clear()
+    first = bench.await_one(Started, key=key)
+    bench.observations.clear()
     bench.backend.watch([key])
     bench.await_one(Ended, key=key)
-    again = bench.await_one(Started, key=key)
-    assert bench.seen.index(again) < bench.seen.index(bench.await_one(Ended, key=key))
-    assert (again.started_at, again.pid, again.directory) == (told.started_at, told.pid, told.directory)
+    second = bench.await_one(Started, key=key)
+    assert bench.observations.index(second) < bench.observations.index(bench.await_one(Ended, key=key))
+    assert (second.started_at, second.pid, second.directory) == (first.started_at, first.pid, first.directory)
 
 
 @pytest.mark.parametrize("bench", ["local"], indirect=True)
@@ -370,28 +370,28 @@ def test_an_attempt_with_a_complete_report_is_no_longer_polled(bench: Bench) -> 
     bench.await_one(LogComplete, key=key)
     connection = backend._connections["local"]
     wait_until(lambda: not (connection._watched or connection._tailed or connection._drained), 20)
-    # A second request gets the same answer.
-    bench.seen.clear()
+    # The same end is reported again when it is watched again.
+    bench.observations.clear()
     backend.watch([key])
     assert bench.await_one(Ended, key=key).end["exit_code"] == 0
     bench.await_one(LogComplete, key=key)
 
 
-def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
-    bench = late_bench
+def test_observations_contain_the_offset_of_the_nodes_clock(skewed_bench: Bench) -> None:
+    bench = skewed_bench
     before = steady.now()
     key = bench.begin("exit 3")
-    for seen, told in (
+    for observation, reported_at in (
         ((started := bench.await_one(Started, key=key)), started.started_at),
         ((ended := bench.await_one(Ended, key=key)), ended.end["ended_at"]),
     ):
-        clock = seen.clock
+        clock = observation.clock
         assert clock is not None
         assert abs(clock.offset_s + BEHIND_S) <= clock.uncertainty_s + _ROUNDED_S
-        assert isinstance(told, float)
-        assert told < before - BEHIND_S / 2, "it is the node that is behind"
-        sure_s = clock.uncertainty_s + _ROUNDED_S
-        assert before - sure_s <= clock.ours(told) <= seen.at + sure_s
+        assert isinstance(reported_at, float)
+        assert reported_at < before - BEHIND_S / 2, "the time is not that of the node's clock"
+        uncertainty_s = clock.uncertainty_s + _ROUNDED_S
+        assert before - uncertainty_s <= clock.ours(reported_at) <= observation.at + uncertainty_s
 
 
 def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
@@ -405,10 +405,10 @@ def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
         assert abs(started_at - begun) < BEHIND_S / 2
 
 
-def test_commands_may_be_repeated(bench: Bench) -> None:
+def test_start_watch_and_stop_can_be_repeated(bench: Bench) -> None:
     key = bench.begin("sleep 600", "long")
     started = bench.await_one(Started, key=key).started_at
-    bench.seen.clear()
+    bench.observations.clear()
     bench.backend.start(key)
     bench.backend.watch([key])
     bench.backend.stop(key, grace_s=5, why="test")
@@ -433,17 +433,17 @@ def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
         bench.backend.release(bench.key(task))
         bench.await_one(Released, key=bench.key(task))
     bench.keep(W2)
-    bench.seen.clear()
+    bench.observations.clear()
     assert len(set(_gpus(bench.lease("c", "d", gpus=1, workflow=W2)))) == 2
     for task in ("c", "d"):
         bench.backend.release(bench.key(task, workflow=W2))
         bench.await_one(Released, key=bench.key(task, workflow=W2))
 
 
-def test_leases_of_a_refused_gang_can_be_requested_at_once(bench: Bench) -> None:
+def test_gpus_of_a_refused_gang_can_be_leased_at_once(bench: Bench) -> None:
     bench.lease("other", gpus=1, workflow=W2)
-    for _ in range(10 if bench.nodes else 2):  # each turn is another allocation, which takes seconds
-        bench.seen.clear()
+    for _ in range(10 if bench.nodes else 2):  # on an engine, each iteration is another allocation, which takes seconds
+        bench.observations.clear()
         bench.backend.lease(bench.request("a", "b", gpus=1))
         bench.await_denial(W1)
         bench.keep(W2)
@@ -464,14 +464,14 @@ def test_an_unknown_attempt_is_absent(bench: Bench) -> None:
     bench.await_one(Absent, key=bench.key("unknown"))
 
 
-def test_a_stop_is_accepted_and_then_proved(bench: Bench) -> None:
+def test_a_stop_is_accepted_and_ends_the_attempt(bench: Bench) -> None:
     key = bench.begin("sleep 600", "long")
     bench.backend.stop(key, grace_s=5, why="test")
     bench.await_one(StopAccepted, key=key)
     bench.await_one(Ended, key=key)
 
 
-def test_a_second_stop_may_take_the_grace_of_the_first(bench: Bench) -> None:
+def test_a_second_stop_can_shorten_the_grace_period(bench: Bench) -> None:
     key = bench.begin("trap '' TERM; sleep 600", "stubborn")
     bench.backend.stop(key, grace_s=600.0, why="test")
     bench.await_one(StopAccepted, key=key, grace_s=600.0)
@@ -486,18 +486,18 @@ def test_the_output_of_an_ended_attempt_is_collected(bench: Bench) -> None:
     first = bench.await_one(Collected, key=key)
     assert len(first.digest) == 64
     assert first.size > 0
-    bench.seen.clear()
+    bench.observations.clear()
     bench.backend.collect(key)
     assert bench.await_one(Collected, key=key).digest == first.digest
 
 
-def test_an_output_that_is_not_there_is_not_collected(bench: Bench) -> None:
+def test_collecting_a_missing_output_fails(bench: Bench) -> None:
     bench.lease("t")
     bench.backend.collect(bench.key("unknown"))
     assert "no longer exists" in bench.await_one(CollectFailed, key=bench.key("unknown")).message
 
 
-def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
+def test_an_output_that_is_being_collected_is_not_collected_twice(tmp_path: Path) -> None:
     bench = _machines(tmp_path)
     bench.connect()
     output = tmp_path / "node" / PRIVATE / bench.key().name / "output"
@@ -509,11 +509,11 @@ def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
     found = bench.await_one(Collected, key=bench.key())
     assert (tmp_path / "blobs" / found.digest).stat().st_size == found.size > 64 << 20
     bench.backend.close()
-    assert [type(one) for one in bench.seen if getattr(one, "key", None) == bench.key()].count(Collected) == 1
+    assert [type(one) for one in bench.observations if getattr(one, "key", None) == bench.key()].count(Collected) == 1
 
 
-def test_an_output_that_waits_in_line_is_not_begun_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for again when its node comes back, which may be before its turn."""
+def test_an_output_in_the_queue_is_not_collected_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is requested again when its node reconnects, which may be before its turn."""
     monkeypatch.setattr("distflow.backends.machines.backend._COLLECT_THREADS", 1)
     fetched: list[str] = []
     may_end = threading.Event()
@@ -537,7 +537,7 @@ def test_an_output_that_waits_in_line_is_not_begun_twice(tmp_path: Path, monkeyp
     assert fetched == [bench.key(task).name for task in ("first", "second", "last")]
 
 
-def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:
+def test_a_local_directory_that_cannot_store_an_output_is_named(tmp_path: Path) -> None:
     bench = _machines(tmp_path)
     bench.connect()
     (tmp_path / "node" / PRIVATE / bench.key().name / "output").mkdir(parents=True)
@@ -571,7 +571,7 @@ def test_closing_a_backend_aborts_running_transfers(tmp_path: Path, monkeypatch:
     wait_until(lambda: ended == ["the supervisor is closing its connections"], 20)
 
 
-def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_collections_do_not_delay_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
 
     def slow(*_: object, progress: Callable[[bool, int, int], None], **__: object) -> None:
@@ -592,25 +592,27 @@ def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypat
         bench.backend.close()
 
 
-def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_is_given_up_after_five_lost_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.backends.machines.outputs._PAUSE_S", 0.0)
 
-    def ends(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise NodeUnreachable("local", "it ended")
 
-    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", ends)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fail)
     bench = _machines(tmp_path, node_lost_after_s=0.0)
     bench.connect()
     for number in range(1, 6):
         bench.backend.collect(bench.key())
-        wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
-    assert [type(one) for one in _answers(bench)] == [CollectUnanswered] * 4 + [CollectFailed]
+        wait_until(lambda number=number: len(_observations_of_attempt(bench)) == number, 20)  # type: ignore[misc]
+    assert [type(one) for one in _observations_of_attempt(bench)] == [CollectUnanswered] * 4 + [CollectFailed]
     assert "the connection ended 5 times: it ended" in bench.await_one(CollectFailed).message
     bench.backend.close()
 
 
 @pytest.mark.parametrize("op", ["start", "stop", "release"])
-def test_an_answer_of_a_dropped_node_is_handled(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_arrives_after_its_node_was_dropped_is_handled(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The nodes of an allocation are dropped when it ends, perhaps while a request to one of them is answered."""
     bench = _machines(tmp_path)
     bench.connect()
@@ -631,17 +633,17 @@ def test_an_answer_of_a_dropped_node_is_handled(op: str, tmp_path: Path, monkeyp
         bench.backend.stop(bench.key(), grace_s=0.0, why="test")
     else:
         bench.backend.release(bench.key())
-    wait_until(lambda: len(_answers(bench)) > 0, 20)
+    wait_until(lambda: len(_observations_of_attempt(bench)) > 0, 20)
     bench.backend.close()
 
 
-def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An sshd that is being restarted refuses new connections, while the agent's connection still stands."""
+def test_collecting_is_repeated_until_the_node_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sshd that is being restarted refuses new connections, while the agent's connection continues."""
     monkeypatch.setattr("distflow.backends.machines.outputs._PAUSE_S", 0.0)
     tries: list[int] = []
 
     def fetch(transport: Transport, root: str, python: str, attempt: str, blobs: Path, **options: Any) -> Fetched:
-        if blobs != tmp_path / "blobs":  # a thread that an earlier test left behind
+        if blobs != tmp_path / "blobs":  # a remaining thread of an earlier test
             return fetch_output(transport, root, python, attempt, blobs, **options)
         tries.append(1)
         if len(tries) < 20:
@@ -653,17 +655,17 @@ def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path:
     bench.connect()
     for number in range(1, 21):
         bench.backend.collect(bench.key())
-        wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
-    assert [type(one) for one in _answers(bench)] == [CollectUnanswered] * 19 + [Collected]
+        wait_until(lambda number=number: len(_observations_of_attempt(bench)) == number, 20)  # type: ignore[misc]
+    assert [type(one) for one in _observations_of_attempt(bench)] == [CollectUnanswered] * 19 + [Collected]
     bench.backend.close()
 
 
 def test_an_unexpected_error_while_an_output_is_collected_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> Fetched:
+    def fail(*_: object, **__: object) -> Fetched:
         raise RuntimeError("bad frame")
 
     with monkeypatch.context() as patched:
-        patched.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fails)
+        patched.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fail)
         bench = _machines(tmp_path)
         bench.backend.connect([bench.node])
         bench.await_one(NodeUp)
@@ -672,7 +674,7 @@ def test_an_unexpected_error_while_an_output_is_collected_is_reported(tmp_path: 
         assert message.startswith(
             "it cannot be fetched: a bug in distflow, please report it: RuntimeError('bad frame'); the traceback"
         )
-    # The same output may be asked for again.
+    # The same output can be collected afterwards.
     (tmp_path / "node" / PRIVATE / bench.key().name / "output").mkdir(parents=True)
     bench.backend.collect(bench.key())
     bench.await_one(Collected, key=bench.key())
@@ -684,10 +686,10 @@ def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: 
     bench.connect()
     bench.lease("t")
 
-    def fails(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("bad launch")
 
-    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.path_prepend", fails)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.path_prepend", fail)
     bench.backend.prepare(bench.key(), bench.launch("true"), TaskSecrets(), 5.0)
     message = bench.await_one(PrepareFailed, key=bench.key()).message
     assert message.startswith("a bug in distflow, please report it: RuntimeError('bad launch'); the traceback is in")
@@ -703,59 +705,59 @@ def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: 
         AgentError("n", "malformed", "the answer to `lease` is malformed"),
     ],
 )  # fmt: skip
-def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any] | AgentError) -> None:
-    seen: list[Observation] = []
+def test_a_lease_with_a_malformed_answer_is_refused(answer: dict[str, Any] | AgentError) -> None:
+    observations: list[Observation] = []
 
-    class Answering:
+    class AnsweringNode:
         node = Node(name="n", host="n", root="/r", python="python3")
         gpu_ids = (0, 1)
         granted_gpus = None
         amounts = MappingProxyType({"cpus": 4})
 
         def __init__(self) -> None:
-            self.given_back: list[AttemptKey] = []
+            self.released: list[AttemptKey] = []
 
         def send(self, _op: str, answered: Callable[[object], None], **_: object) -> None:
             answered(answer)
 
         def release_lease(self, key: AttemptKey, waits: object) -> None:
             assert waits is None
-            self.given_back.append(key)
+            self.released.append(key)
 
     request = LeaseRequest(workflow="w", group="g", attempt=0, nodes={"t": "n"}, gpus={"t": 1}, master="t")
-    node = Answering()
-    GangLease(request, {"n": node}, seen.append).begin()  # type: ignore[dict-item]
-    (refused,) = seen
+    node = AnsweringNode()
+    GangLease(request, {"n": node}, observations.append).begin()  # type: ignore[dict-item]
+    (refused,) = observations
     assert isinstance(refused, LeaseRefused)
     assert refused.is_final
-    assert node.given_back == [request.key("t")]
+    assert node.released == [request.key("t")]
 
 
 def test_a_node_that_was_allocated_with_too_few_gpus_refuses() -> None:
-    seen: list[Observation] = []
+    observations: list[Observation] = []
 
-    class Small:
+    class SmallNode:
         node = Node(name="n", host="n", root="/r", python="python3")
         granted_gpus = (0, 1)
 
     request = LeaseRequest(workflow="w", group="g", attempt=0, nodes={"t": "n"}, gpus={"t": 4}, master="t")
-    GangLease(request, {"n": Small()}, seen.append).begin()  # type: ignore[dict-item]
-    (refused,) = seen
+    GangLease(request, {"n": SmallNode()}, observations.append).begin()  # type: ignore[dict-item]
+    (refused,) = observations
     assert isinstance(refused, LeaseRefused)
     assert "it was allocated with 2 GPUs, and the task needs 4" in str(refused)
 
 
-def _answers(bench: Bench) -> list[Observation]:
-    return [one for one in bench.seen if getattr(one, "key", None) == bench.key()]
+def _observations_of_attempt(bench: Bench) -> list[Observation]:
+    return [one for one in bench.observations if getattr(one, "key", None) == bench.key()]
 
 
 @pytest.mark.parametrize("is_second_try", [False, True])
-def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_second_try: bool) -> None:
-    """Also after the first try broke off, and the second one began as soon as that was reported."""
+def test_a_stop_cancels_the_upload_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_second_try: bool) -> None:
+    """It also cancels the second try, which begins as soon as the connection of the first one has ended."""
     bench = _machines(tmp_path)
     data = os.urandom(1 << 20)
     blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data * 64).hexdigest(), size=len(data) * 64)
-    # A pipe in place of the blob: it goes as fast as we write.
+    # A pipe in place of the blob: the test controls how fast it is sent.
     os.mkfifo(tmp_path / "blobs" / str(blob.blob))
     bench.connect()
     key = bench.key()
@@ -764,36 +766,36 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.Mo
     def prepare() -> None:
         bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), TaskSecrets(), 5.0)
 
-    def breaks_off(*_: object, **__: object) -> None:
+    def break_off(*_: object, **__: object) -> None:
         monkeypatch.setattr("distflow.backends.machines.connection.node_connection.send_blobs", send_blobs)
         raise NodeUnreachable("local", "it ended")
 
-    def take(seen: Observation) -> None:
-        bench.seen.append(seen)
-        if isinstance(seen, Unanswered):
+    def take(observation: Observation) -> None:
+        bench.observations.append(observation)
+        if isinstance(observation, Unanswered):
             prepare()
 
     monkeypatch.setattr(bench.backend, "_sink", take)
     if is_second_try:
-        monkeypatch.setattr("distflow.backends.machines.connection.node_connection.send_blobs", breaks_off)
+        monkeypatch.setattr("distflow.backends.machines.connection.node_connection.send_blobs", break_off)
     prepare()
     with (tmp_path / "blobs" / str(blob.blob)).open("wb") as pipe:
 
-        def reported() -> Staging | None:
+        def send_until_reported() -> Staging | None:
             pipe.write(data[: 128 << 10])
             pipe.flush()
             # On a busy machine, the first report comes before the first byte.
-            return next((one for one in bench.seen if isinstance(one, Staging) and one.sent > 0), None)
+            return next((one for one in bench.observations if isinstance(one, Staging) and one.sent > 0), None)
 
-        staging = wait_until(reported, 30)
+        staging = wait_until(send_until_reported, 30)
         assert staging.sent < staging.total == blob.size
         bench.backend.stop(key, grace_s=1, why="test")
         bench.await_one(Ended, key=key)
         with pytest.raises(BrokenPipeError):  # noqa: PT012  the sender reads a few times more
-            for _ in range(32):  # or it is whole, and ends by that
+            for _ in range(32):  # half of the blob, because a complete upload would close the pipe, too
                 pipe.write(data)
                 pipe.flush()
-    assert not [one for one in bench.seen if isinstance(one, Prepared)]
+    assert not [one for one in bench.observations if isinstance(one, Prepared)]
     bench.backend.close()
 
 
@@ -801,23 +803,23 @@ def test_a_lease_whose_answer_was_lost_is_returned_after_the_reconnect(tmp_path:
     bench = _machines(tmp_path)
     take = AgentLink._take
 
-    def deaf(link: AgentLink, message: dict[str, Any]) -> None:
+    def discard_answer(link: AgentLink, message: dict[str, Any]) -> None:
         if "gpu_ids" not in message:
             take(link, message)
 
-    monkeypatch.setattr(AgentLink, "_take", deaf)
+    monkeypatch.setattr(AgentLink, "_take", discard_answer)
     bench.connect()
     bench.backend.lease(bench.request("t"))
     record = tmp_path / "node" / PRIVATE / bench.key("t").name / "runner.json"
     wait_until(record.exists, 20)
-    wait_until(lambda: len(_agents(tmp_path)) == 1, 20, "its children have taken names of their own")
+    wait_until(lambda: len(_agents(tmp_path)) == 1, 20, "the agent's children have other names")
     os.kill(_agents(tmp_path)[0], signal.SIGKILL)
     assert not bench.await_one(LeaseRefused).is_final
     wait_until(lambda: not record.exists(), 20, "the lease is free")
     bench.backend.close()
 
 
-def test_a_silent_node_is_noticed_long_before_it_is_given_up(tmp_path: Path) -> None:
+def test_a_silent_node_is_reported_although_the_ping_interval_is_long(tmp_path: Path) -> None:
     """The interval of heartbeats follows ``node_lost_after``, however long ``ping`` is."""
     bench = _machines(tmp_path, ping_s=60.0, node_lost_after_s=3.0)
     bench.connect()
@@ -837,12 +839,12 @@ def test_a_silent_node_is_noticed_long_before_it_is_given_up(tmp_path: Path) -> 
 def test_a_node_with_a_malformed_first_answer_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = AgentLink._take
 
-    def lies(link: AgentLink, message: dict[str, Any]) -> None:
+    def take_malformed(link: AgentLink, message: dict[str, Any]) -> None:
         take(link, message | {"facts": {"gpus": "many"}} if "facts" in message else message)
 
     bench = _machines(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(AgentLink, "_take", lies)
+        patched.setattr(AgentLink, "_take", take_malformed)
         bench.backend.connect([bench.node])
         assert "the answer to `hello` is malformed" in bench.await_one(NodeDown).error
     bench.await_one(NodeUp)
@@ -863,30 +865,30 @@ def test_nodes_with_one_lease_directory_are_known_as_one_machine(tmp_path: Path)
     bench.backend.close()
 
 
-STALE = """\
+STALE_FILE_SYSTEM = """\
 import os
 real = os.statvfs
 def stale(path):
-    if not os.path.exists({mended!r}):
+    if not os.path.exists({repaired!r}):
         raise OSError(116, "Stale file handle", path)
     return real(path)
 os.statvfs = stale
 """
 
 
-def test_a_node_that_refuses_hello_again_and_again_is_left_no_agents(tmp_path: Path) -> None:
-    """As one does whose file system is gone for a while. Each try is a connection of its own."""
-    mended, wrapper = tmp_path / "mended", tmp_path / "python"
-    (tmp_path / "prefix.py").write_text(STALE.format(mended=str(mended)))
+def test_failed_hello_requests_leave_no_agents_on_the_node(tmp_path: Path) -> None:
+    """A node does this while its file system does not answer. Each try is a new connection."""
+    repaired, wrapper = tmp_path / "repaired", tmp_path / "python"
+    (tmp_path / "prefix.py").write_text(STALE_FILE_SYSTEM.format(repaired=str(repaired)))
     words = f'shift 3\nstub=$1\nshift\nexec {sys.executable} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"\n'
     wrapper.write_text("#!/bin/sh\n" + words)
     wrapper.chmod(0o755)
     bench = _machines(tmp_path)
     bench.backend.connect([replace(bench.node, python=str(wrapper))])
     try:
-        wait_until(lambda: sum(isinstance(one, NodeDown) for one in bench.seen) > 2, 30, "three tries")
+        wait_until(lambda: sum(isinstance(one, NodeDown) for one in bench.observations) > 2, 30, "three tries")
         assert "Stale file handle" in bench.await_one(NodeDown).error
-        mended.touch()
+        repaired.touch()
         bench.await_one(NodeUp)
         wait_until(lambda: len(_agents(tmp_path)) == 1, 10, "one agent is left")
     finally:
@@ -894,7 +896,7 @@ def test_a_node_that_refuses_hello_again_and_again_is_left_no_agents(tmp_path: P
 
 
 def test_a_start_that_crosses_the_end_of_its_lease_is_not_a_start_failure(tmp_path: Path) -> None:
-    """Nothing has run: the gang is to be queued again, as when its supervisor had heard of the end before it said start."""
+    """Nothing has run, so the gang must be queued again, as if its supervisor had received the end before the start."""
     bench = _machines(tmp_path)
     key = bench.key()
     bench.backend.connect([bench.node])
@@ -908,10 +910,10 @@ def test_a_start_that_crosses_the_end_of_its_lease_is_not_a_start_failure(tmp_pa
         assert bench.await_one(Ended).end["reason"] == "both_died"
         bench.backend.start(key)
         bench.backend.prepare(key, bench.launch("true"), TaskSecrets(), 5.0)
-        wait_until(lambda: not bench.backend._halts, 20, "it is answered")  # type: ignore[attr-defined]
+        wait_until(lambda: not bench.backend._halts, 20, "the request is answered")  # type: ignore[attr-defined]
         bench.backend.stop(key, grace_s=0, why="")
         bench.await_one(StopAccepted)
-        assert not [one for one in bench.seen if isinstance(one, PrepareFailed)]
+        assert not [one for one in bench.observations if isinstance(one, PrepareFailed)]
     finally:
         bench.backend.close()
 
@@ -936,13 +938,13 @@ def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Pat
     bench.connect()
     key = bench.key()
     for _ in range(2):
-        bench.seen.clear()
+        bench.observations.clear()
         bench.backend.lease(bench.request("t"))
         bench.await_one(Leased)
         bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), TaskSecrets(), 5.0)
         bench.await_one(Prepared, key=key)
         bench.backend.release(key)
         bench.await_one(Released, key=key)
-        # Or it would not have to be sent again.
+        # Otherwise, the blob would not have to be sent again.
         (tmp_path / "node" / PRIVATE / "blobs" / str(blob.blob)).unlink()
     bench.backend.close()

@@ -1,4 +1,4 @@
-"""Directories of attempts that may run, taken from their node: whole files only, and nothing stays behind."""
+"""Fetching directories of running attempts: whole files only, and no archive remains on the node."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def models(node: NodeUnderTest) -> Path:
-    """The directory of an attempt that is taken."""
+    """The directory of an attempt that the tests fetch."""
     path = node.root / node.attempt() / "files" / "tmp" / "models"
     path.mkdir(parents=True)
     return path
 
 
-def take(
+def fetch(
     node: NodeUnderTest,
     models: Path,
     blobs: Path,
@@ -41,7 +41,7 @@ def take(
     return fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, place=place, timeout_s=20, stays=stays)
 
 
-def names(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:
+def read_archive(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:
     with tarfile.open(blobs / fetched.digest) as tar:
         found = {}
         for one in tar:
@@ -50,20 +50,20 @@ def names(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:
         return found
 
 
-def test_a_directory_comes_under_its_own_name_and_leaves_no_archive_there(
+def test_a_directory_is_fetched_under_its_name_and_its_archive_is_removed(
     node: NodeUnderTest, models: Path, tmp_path: Path
 ) -> None:
     (models / "sub").mkdir()
     (models / "sub" / "a.pt").write_bytes(b"one")
-    first = take(node, models, tmp_path / "blobs")
-    assert names(tmp_path / "blobs", first) == {"models": None, "models/sub": None, "models/sub/a.pt": b"one"}
-    wait_until(lambda: not (node.root / "blobs" / first.digest).exists(), 20, "its archive is removed")
-    assert take(node, models, tmp_path / "blobs").digest == first.digest
+    first = fetch(node, models, tmp_path / "blobs")
+    assert read_archive(tmp_path / "blobs", first) == {"models": None, "models/sub": None, "models/sub/a.pt": b"one"}
+    wait_until(lambda: not (node.root / "blobs" / first.digest).exists(), 20, "the archive is removed")
+    assert fetch(node, models, tmp_path / "blobs").digest == first.digest
     (models / "sub" / "a.pt").write_bytes(b"two")
-    assert take(node, models, tmp_path / "blobs").digest != first.digest
+    assert fetch(node, models, tmp_path / "blobs").digest != first.digest
 
 
-def test_two_tasks_with_equal_directories_are_both_taken(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_equal_directories_of_two_tasks_are_both_fetched(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     other = node.root / node.attempt() / "files" / "tmp" / "models"
     for path in (models, other):
         path.mkdir(parents=True, exist_ok=True)
@@ -71,25 +71,25 @@ def test_two_tasks_with_equal_directories_are_both_taken(node: NodeUnderTest, mo
     with_other: list[Fetched] = []
 
     def is_packed(digest: str, size: int) -> bool:
-        with_other.append(take(node, other, tmp_path / "others"))
+        with_other.append(fetch(node, other, tmp_path / "others"))
         wait_until(lambda: not (node.root / "blobs" / digest).exists(), 20, "the archive of the other one is removed")
         return False
 
-    first = take(node, models, tmp_path / "blobs", stays=is_packed)
+    first = fetch(node, models, tmp_path / "blobs", stays=is_packed)
     assert [one.digest for one in with_other] == [first.digest]
-    assert names(tmp_path / "blobs", first) == {"models": None, "models/step": b"one"}
+    assert read_archive(tmp_path / "blobs", first) == {"models": None, "models/step": b"one"}
 
 
-def test_a_time_that_no_clock_shows_does_no_harm(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_a_file_with_a_time_in_the_future_is_fetched(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     (models / "from-tomorrow").write_bytes(b"one")
     os.utime(models / "from-tomorrow", (4_000_000_000, 4_000_000_000))
-    assert take(node, models, tmp_path / "blobs").files == 2
+    assert fetch(node, models, tmp_path / "blobs").files == 2
 
 
-def test_nothing_is_not_an_archive(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
-    assert take(node, models, tmp_path / "blobs") == Fetched(digest="", size=0, files=0, left_out=())
+def test_an_empty_or_missing_directory_makes_no_archive(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    assert fetch(node, models, tmp_path / "blobs") == Fetched(digest="", size=0, files=0, left_out=())
     models.rmdir()
-    assert take(node, models, tmp_path / "blobs").digest == ""
+    assert fetch(node, models, tmp_path / "blobs").digest == ""
     assert list((tmp_path / "blobs").iterdir()) == []
 
 
@@ -108,19 +108,19 @@ def test_files_that_change_all_the_time_are_left_out_and_named(node: NodeUnderTe
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        # A writer that gets no turn for a moment on a busy machine changes nothing in it.
+        # On a busy machine, the writer may not run for a moment. Then no file changes.
         fetched = wait_until(
-            lambda: one if "models/log" in (one := take(node, models, tmp_path / "blobs")).left_out else None, 60
+            lambda: one if "models/log" in (one := fetch(node, models, tmp_path / "blobs")).left_out else None, 60
         )
     finally:
         stop.set()
         writer.join()
-    found = names(tmp_path / "blobs", fetched)
+    found = read_archive(tmp_path / "blobs", fetched)
     assert len(found["models/whole.pt"] or b"") == 4_000_000
     assert "models/log" not in found
 
 
-def test_a_directory_of_which_nothing_stands_still_is_refused(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_a_directory_whose_files_all_change_is_refused(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     stop = threading.Event()
 
     def write() -> None:
@@ -129,7 +129,7 @@ def test_a_directory_of_which_nothing_stands_still_is_refused(node: NodeUnderTes
 
     def refusal() -> AgentError | None:
         try:
-            take(node, models, tmp_path / "blobs")
+            fetch(node, models, tmp_path / "blobs")
         except AgentError as error:
             return error
         return None
@@ -146,17 +146,17 @@ def test_a_directory_of_which_nothing_stands_still_is_refused(node: NodeUnderTes
 
 
 @pytest.mark.parametrize("place", ["../1/work", "/etc", "work/../../x", ""])
-def test_no_place_leads_out_of_the_attempt(node: NodeUnderTest, models: Path, tmp_path: Path, place: str) -> None:
+def test_a_path_outside_the_attempt_is_refused(node: NodeUnderTest, models: Path, tmp_path: Path, place: str) -> None:
     with pytest.raises(AgentError) as caught:
-        take(node, models, tmp_path / "blobs", place)
+        fetch(node, models, tmp_path / "blobs", place)
     assert caught.value.kind == "bad_request"
 
 
-def test_a_link_does_not_lead_out_either(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_directory_outside_the_attempt_is_not_followed(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("canary")
     models.rmdir()
     models.symlink_to(tmp_path / "secret")
-    assert take(node, models, tmp_path / "blobs").digest == ""
+    assert fetch(node, models, tmp_path / "blobs").digest == ""
     with pytest.raises(AgentError):
-        take(node, models, tmp_path / "blobs", "files/tmp/models/sub")
+        fetch(node, models, tmp_path / "blobs", "files/tmp/models/sub")

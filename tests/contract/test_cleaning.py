@@ -1,4 +1,4 @@
-"""Removing finished workflows from a node: it takes its time, and an obstacle for one workflow does not block others."""
+"""Removing finished workflows from a node: it may be slow, and an error of one workflow does not stop the others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ os.walk, os.rename = slow, broken
 
 
 @pytest.mark.slow
-def test_a_node_is_waited_for_and_one_workflow_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cleaning_waits_for_a_slow_node_and_continues_after_a_failed_workflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrapper, root = tmp_path / "python", tmp_path / "node"
     (tmp_path / "prefix.py").write_text(OBSTACLES)
-    words = f'shift 3\nstub=$1\nshift\nexec {sys.executable} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"\n'
-    wrapper.write_text("#!/bin/sh\n" + words)
+    command = f'shift 3\nstub=$1\nshift\nexec {sys.executable} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"\n'
+    wrapper.write_text("#!/bin/sh\n" + command)
     wrapper.chmod(0o755)
     workflows = [digit * 32 for digit in "123"]
     for workflow in workflows:
@@ -40,7 +42,7 @@ def test_a_node_is_waited_for_and_one_workflow_stops_no_other(tmp_path: Path, mo
     (root / PRIVATE).chmod(0o700)
     mark(str(root / PRIVATE))
     node = Node(name="local", host="localhost", root=str(root), python=str(wrapper))
-    # Other questions are answered at once, or never: half a minute is shortened here.
+    # Shorten the timeout of requests. Cleaning must wait for longer than that.
     monkeypatch.setattr(AgentLink.request, "__kwdefaults__", {"timeout_s": 0.2, "then": None})
     pool = Pool(name="p", backend="local", nodes=(node,))
     done = clean_node(pool, node, older_than_s=0, unfinished=(), is_dry_run=False)

@@ -1,4 +1,4 @@
-"""The hub that runs many commands over one channel: faults, hostile data, and what it leaves. It runs on this machine."""
+"""The hub that runs many commands over one channel, on this machine: faults, hostile data and leftovers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-class Behind(LocalTransport):
-    """This machine, with another program in place of the hub. ``HUB`` in its text is the hub's own."""
+class ReplacedHub(LocalTransport):
+    """A transport to this machine that starts another program than the hub. ``HUB`` in its text is the hub's program."""
 
     def __init__(self, text: str) -> None:
         super().__init__("login")
@@ -40,7 +40,7 @@ class Behind(LocalTransport):
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., MultiplexedTransport]]:
-    """Make transports to this machine; they leave no threads."""
+    """Make transports to this machine, and check that they leave no threads."""
     made: list[MultiplexedTransport] = []
 
     def one(inner: LocalTransport | None = None, **options: object) -> MultiplexedTransport:
@@ -56,7 +56,7 @@ def make() -> Iterator[Callable[..., MultiplexedTransport]]:
 
 @pytest.mark.parametrize("greeting", [b"", b"nonce\n"], ids=["at once", "after its greeting"])
 def test_a_node_that_closes_the_connection_before_its_hub_starts_is_unreachable(greeting: bytes) -> None:
-    """Python is not to blame. The node may be starting or ending."""
+    """The error is not attributed to Python, because the node may be starting or ending."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = Endpoint(address="127.0.0.1", port=server.getsockname()[1], token="00")
 
@@ -77,7 +77,7 @@ def test_a_node_that_closes_the_connection_before_its_hub_starts_is_unreachable(
         thread.join()
 
 
-def test_a_node_that_its_allocation_lacks_is_not_taken_for_the_login_node() -> None:
+def test_an_error_about_an_allocated_node_does_not_name_the_login_node() -> None:
     def find() -> Endpoint:
         raise NodeUnreachable("n1", "placement group 1 does not include this node")
 
@@ -91,24 +91,24 @@ def hub_of(transport: MultiplexedTransport) -> int:
     return int(transport.run(["sh", "-c", "echo $PPID"], timeout_s=60).stdout)
 
 
-def test_a_reader_that_waits_stops_no_other(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
+def test_a_blocked_channel_does_not_block_other_commands(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     transport = make()
-    slow = transport.open(["cat", "/dev/zero"])
-    deaf = transport.open(["sh", "-c", f"read word < {tmp_path}/fifo"])
+    unread = transport.open(["cat", "/dev/zero"])
+    blocked = transport.open(["sh", "-c", f"read word < {tmp_path}/fifo"])
 
     def write() -> None:
         with pytest.raises(NodeUnreachable, match="the connection to the command is closed"):
-            deaf.write(b"x" * 50_000_000)
+            blocked.write(b"x" * 50_000_000)
 
     writer = threading.Thread(target=write)
     writer.start()
-    wait_until(lambda: len(slow._output) == command_hub.WINDOW and deaf._credit == 0, what="both windows are full")
+    wait_until(lambda: len(unread._output) == command_hub.WINDOW and blocked._credit == 0, what="both windows are full")
     data = os.urandom(5_000_000)
     assert transport.run(["cat"], input=data, timeout_s=30).stdout == data
-    assert len(slow._output) == command_hub.WINDOW
-    assert len(slow.read()) == 65536
-    deaf.close()
+    assert len(unread._output) == command_hub.WINDOW
+    assert len(unread.read()) == 65536
+    blocked.close()
     (tmp_path / "fifo").write_text("enough\n")
     writer.join(60)
     assert not writer.is_alive()
@@ -116,14 +116,14 @@ def test_a_reader_that_waits_stops_no_other(make: Callable[..., MultiplexedTrans
 
 @pytest.fixture
 def held_fifo(tmp_path: Path) -> Iterator[int]:
-    """The open file ``fifo`` in ``tmp_path``, for several readers: none of them waits for a writer that has gone."""
+    """The open FIFO ``fifo`` in ``tmp_path``. Several readers can use it, because it always has a writer."""
     os.mkfifo(tmp_path / "fifo")
     held = os.open(tmp_path / "fifo", os.O_RDWR)
     yield held
     os.close(held)
 
 
-def test_a_hub_reads_no_more_output_than_its_submitter_takes(
+def test_a_hub_buffers_a_limited_amount_of_unread_output(
     make: Callable[..., MultiplexedTransport], tmp_path: Path, held_fifo: int
 ) -> None:
     transport = make()
@@ -134,21 +134,21 @@ def test_a_hub_reads_no_more_output_than_its_submitter_takes(
 
     children = Path(f"/proc/{hub}/task/{hub}/children")
 
-    def wait_all() -> bool:
+    def all_are_sleeping() -> bool:
         processes = [*children.read_text().split(), hub]
         return all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S" for pid in processes)
 
     wait_until(lambda: len(children.read_text().split()) == len(channels), what="all commands run")
-    with connection.lock:  # so that nothing is taken
+    with connection.lock:  # so that the submitter takes no output
         os.write(held_fifo, b"go\n" * len(channels))
-        wait_until(lambda: all(wait_all() for _ in range(20)), what="all commands wait")
+        wait_until(lambda: all(all_are_sleeping() for _ in range(20)), what="all commands wait")
     status = Path(f"/proc/{hub}/status").read_text()
     assert int(status.partition("VmHWM:")[2].split()[0]) < 40_000  # KiB; all windows together are 80 MiB
 
 
-def test_a_hub_runs_more_commands_than_the_login_may_open_files(make: Callable[..., MultiplexedTransport]) -> None:
+def test_a_hub_runs_more_commands_than_a_low_limit_of_open_files_allows(make: Callable[..., MultiplexedTransport]) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
-    transport = make(Behind(f"{limit}; exec(r'''HUB''')"))
+    transport = make(ReplacedHub(f"{limit}; exec(r'''HUB''')"))
     channels = [transport.open(["sh", "-c", "ulimit -n; cat"]) for _ in range(50)]
     assert {channel.read() for channel in channels} == {b"100\n"}
 
@@ -160,12 +160,12 @@ def test_a_killed_hub_ends_its_channels_but_no_command(
     hub = hub_of(transport)
     channel = transport.open(["sh", "-c", f"echo up; read word < {tmp_path}/fifo", marker])
     assert channel.read() == b"up\n"
-    ended: list[str] = []
+    errors: list[str] = []
 
     def run() -> None:
         with pytest.raises(NodeUnreachable, match="the connection broke while `sh` ran") as raised:
             transport.run(["sh", "-c", f"read word < {tmp_path}/fifo", marker], timeout_s=60)
-        ended.append(str(raised.value))
+        errors.append(str(raised.value))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -173,8 +173,8 @@ def test_a_killed_hub_ends_its_channels_but_no_command(
     os.kill(hub, signal.SIGKILL)
     assert channel.read() == b""
     thread.join(60)
-    assert len(ended) == 1
-    assert "exit code 137" in ended[0]
+    assert len(errors) == 1
+    assert "exit code 137" in errors[0]
     assert channel.exit_code is None
     assert REASON_MARK in channel.stderr_tail()
     with pytest.raises(NodeUnreachable):
@@ -201,7 +201,7 @@ def test_a_hub_without_heartbeats_is_unreachable(make: Callable[..., Multiplexed
 
 def test_a_hub_ends_when_its_submitter_is_silent(make: Callable[..., MultiplexedTransport]) -> None:
     source = "import sys; text = r'''HUB'''.replace('_SILENCE_S = 30.0', '_SILENCE_S = 0.3'); exec(text)"
-    transport = make(Behind(source), ping_s=60.0)
+    transport = make(ReplacedHub(source), ping_s=60.0)
     channel = transport.open(["cat"])
     assert channel.read() == b""
     assert "the connection to distflow's process there ended (exit code 0)" in channel.stderr_tail()
@@ -239,7 +239,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_data_ends_the_connection(make: Callable[..., MultiplexedTransport], text: str) -> None:
-    transport = make(Behind(text + "\nimport time; os.close(1); os.read(0, 1 << 20)"))
+    transport = make(ReplacedHub(text + "\nimport time; os.close(1); os.read(0, 1 << 20)"))
     channel = transport.open(["cat"])
     wait_until(lambda: channel._error is not None, what="the connection ended")
     reason = "unknown kind 99" if "frame(99" in text else ""
@@ -250,21 +250,21 @@ def test_hostile_data_ends_the_connection(make: Callable[..., MultiplexedTranspo
 
 def test_frames_of_unknown_channels_are_ignored(make: Callable[..., MultiplexedTransport]) -> None:
     unknown = "frame(11, 77, 3) + b'abc' + frame(13, 78, 1) + b'x' + frame(12, 1, 4) + b'said'"
-    transport = make(Behind(READY + f"os.write(1, {unknown}); os.read(0, 1 << 20); os.read(0, 1)"))
+    transport = make(ReplacedHub(READY + f"os.write(1, {unknown}); os.read(0, 1 << 20); os.read(0, 1)"))
     channel = transport.open(["cat"])
     wait_until(lambda: channel.stderr_tail() == "said", what="the frame after them arrived")
     assert channel.exit_code is None
 
 
 def test_a_command_whose_output_was_lost_has_no_exit_code(make: Callable[..., MultiplexedTransport]) -> None:
-    transport = make(Behind(READY + "os.write(1, frame(13, 1, 1) + b'\\0' + frame(12, 1, 0) + frame(11, 1, 4) + b'part')"))
+    transport = make(ReplacedHub(READY + "os.write(1, frame(13, 1, 1) + b'\\0' + frame(12, 1, 0) + frame(11, 1, 4) + b'part')"))
     channel = transport.open(["cat"])
     assert (channel.read(), channel.read(), channel.exit_code) == (b"part", b"", None)
 
 
 def test_heartbeats_do_not_wait_behind_input(make: Callable[..., MultiplexedTransport]) -> None:
     beats = "import select\nfor _ in range(15): select.select([], [], [], 0.05); os.write(1, frame(10, 0, 0))\n"
-    transport = make(Behind(READY + beats + "os.write(1, frame(12, 1, 4) + b'said')"), ping_s=0.1)
+    transport = make(ReplacedHub(READY + beats + "os.write(1, frame(12, 1, 4) + b'said')"), ping_s=0.1)
     channel = transport.open(["cat"])
     channel.write(b"x" * 1_500_000)  # it is never read
     wait_until(lambda: "said" in channel.stderr_tail(), what="the hub sent all heartbeats")
@@ -272,18 +272,18 @@ def test_heartbeats_do_not_wait_behind_input(make: Callable[..., MultiplexedTran
 
 
 def test_endless_output_instead_of_a_hub_is_refused(make: Callable[..., MultiplexedTransport]) -> None:
-    transport = make(Behind("import os\nwhile True: os.write(1, b'noise ' * 10000)"))
+    transport = make(ReplacedHub("import os\nwhile True: os.write(1, b'noise ' * 10000)"))
     with pytest.raises(NodeUnreachable, match="login: the node printed more than 4 MiB before"):
         transport.run(["true"], timeout_s=30)
 
 
-def test_noise_of_login_scripts_is_skipped(make: Callable[..., MultiplexedTransport]) -> None:
-    transport = make(Behind("import os; os.write(1, b'Welcome to the cluster\\n' * 1000); exec(r'''HUB''')"))
+def test_output_of_login_scripts_before_the_hub_is_skipped(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(ReplacedHub("import os; os.write(1, b'Welcome to the cluster\\n' * 1000); exec(r'''HUB''')"))
     assert transport.run(["echo", "hi"], timeout_s=60).stdout == b"hi\n"
 
 
-def test_a_hub_that_is_killed_at_its_start_may_be_tried_again(make: Callable[..., MultiplexedTransport]) -> None:
-    transport = make(Behind("import os; os.kill(os.getpid(), 9)"))
+def test_a_hub_that_is_killed_at_its_start_is_unreachable(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(ReplacedHub("import os; os.kill(os.getpid(), 9)"))
     with pytest.raises(NodeUnreachable, match=r"login: signal 9 ended `.*` before it answered"):
         transport.run(["true"], timeout_s=60)
 
@@ -296,17 +296,17 @@ def test_a_machine_without_python_is_named(make: Callable[..., MultiplexedTransp
     assert caught.value.hint.startswith("install it there; a login without a terminal must find it as `/no/such/python`")
 
 
-def test_a_late_command_is_killed_with_the_processes_that_it_left(
+def test_a_command_past_its_timeout_is_killed_with_its_background_processes(
     make: Callable[..., MultiplexedTransport], marker: str
 ) -> None:
     transport = make()
     with pytest.raises(NodeUnreachable, match="login: `sh` did not finish within"):
         transport.run(["sh", "-c", f"sh -c 'sleep 60; :' {marker} & :"], timeout_s=0.5)
-    wait_until(lambda: not processes_with(marker), what="what it left is gone")
+    wait_until(lambda: not processes_with(marker), what="its background processes are gone")
     assert transport.run(["true"], timeout_s=60).exit_code == 0
 
 
-def test_data_that_was_sent_before_the_end_arrives(
+def test_data_that_is_written_before_close_arrives(
     make: Callable[..., MultiplexedTransport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distflow.transports.multiplexed._FLUSH_S", 30.0)  # on a busy machine, sending takes long
@@ -326,7 +326,7 @@ def test_data_that_was_sent_before_the_end_arrives(
     assert (tmp_path / "all").read_bytes() == data
 
 
-def test_commands_have_the_same_surroundings_as_without_a_hub(
+def test_commands_have_the_same_environment_and_limits_as_without_a_hub(
     make: Callable[..., MultiplexedTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LANG", raising=False)
@@ -336,21 +336,21 @@ def test_commands_have_the_same_surroundings_as_without_a_hub(
     assert make().run(argv, timeout_s=60).stdout == LocalTransport().run(argv, timeout_s=60).stdout
 
 
-def test_nothing_is_left_of_commands_and_connections_that_ended(make: Callable[..., MultiplexedTransport]) -> None:
+def test_ended_commands_and_connections_leave_no_processes_and_descriptors(make: Callable[..., MultiplexedTransport]) -> None:
     transport = make()
     hub = hub_of(transport)
 
-    def opened() -> set[str]:
+    def open_files() -> set[str]:
         return {f"{pid} {fd}" for pid in ("self", hub) for fd in os.listdir(f"/proc/{pid}/fd")}
 
-    before = opened()
+    before = open_files()
     for _ in range(10):
         transport.run(["cat"], input=b"x" * 1000, timeout_s=60)
         transport.open(["cat"]).close()
         assert transport.open(["/no/such/program"]).read() == b""
         with pytest.raises(NodeUnreachable):
             transport.dial(1, timeout_s=60)
-    wait_until(lambda: opened() <= before, what="all descriptors are closed")
+    wait_until(lambda: open_files() <= before, what="all descriptors are closed")
     wait_until(lambda: not Path(f"/proc/{hub}/task/{hub}/children").read_text(), what="all commands are reaped")
     connection = transport._shared.current
     assert connection is not None

@@ -1,4 +1,4 @@
-"""Downloads of outputs from a node: packed there, sent as one stream, resumed after a break, checked; over every transport."""
+"""Downloads of outputs from a node: packing, transfer, resuming and checks, over every transport."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
 
 
-def output_of(node: NodeUnderTest, attempt: str) -> Path:
-    """The output directory of an attempt that has left nothing else behind."""
+def make_output(node: NodeUnderTest, attempt: str) -> Path:
+    """Create the output directory of an attempt, which has no other files."""
     path = node.root / attempt / "output"
     path.mkdir(parents=True)
     return path
 
 
-def fetch(node: NodeUnderTest, attempt: str, blobs: Path, told: list[tuple[bool, int, int]] | None = None) -> Fetched:
+def fetch(
+    node: NodeUnderTest, attempt: str, blobs: Path, progress_reports: list[tuple[bool, int, int]] | None = None
+) -> Fetched:
     blobs.mkdir(exist_ok=True)
-    progress = (lambda *said: told.append(said)) if told is not None else lambda *_: None
+    progress = (lambda *report: progress_reports.append(report)) if progress_reports is not None else lambda *_: None
     return fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, timeout_s=20, progress=progress)
 
 
 def members(blobs: Path, fetched: Fetched) -> dict[str, tuple[int, str | bytes | None]]:
-    """Names, modes and contents (of links: their targets) of what was fetched."""
+    """Return the names of the fetched files with their modes and contents. The content of a link is its target."""
     found: dict[str, tuple[int, str | bytes | None]] = {}
     with tarfile.open(blobs / fetched.digest) as tar:
         for member in tar:
@@ -49,9 +51,9 @@ def members(blobs: Path, fetched: Fetched) -> dict[str, tuple[int, str | bytes |
     return found
 
 
-def test_an_output_comes_whole_with_modes_and_links(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_an_output_is_fetched_with_modes_and_links(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    output = output_of(node, attempt)
+    output = make_output(node, attempt)
     (output / "models" / "empty").mkdir(parents=True)
     (output / "models" / "a b.pt").write_bytes(b"weights")
     (output / "models" / "a b.pt").chmod(0o664)
@@ -71,79 +73,79 @@ def test_an_output_comes_whole_with_modes_and_links(node: NodeUnderTest, tmp_pat
     }
     assert (fetched.files, fetched.left_out) == (6, ())
     assert (tmp_path / "blobs" / fetched.digest).stat().st_mode & 0o777 == 0o600
-    # Its node has it as well, so it need not be sent there.
-    asked = [{"hash": fetched.digest, "size": fetched.size}]
-    assert node.connect().request("stage", blobs=asked)["missing"] == []
+    # The node has stored the archive, too, so it need not be sent there.
+    blobs = [{"hash": fetched.digest, "size": fetched.size}]
+    assert node.connect().request("stage", blobs=blobs)["missing"] == []
 
 
-def test_equal_outputs_are_one_blob_and_an_empty_one_is_one_too(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_equal_outputs_have_one_blob_and_an_empty_output_has_one_too(node: NodeUnderTest, tmp_path: Path) -> None:
     found = []
     for stamp in (1_000_000_000, 1_000_000_000, 1_700_000_000):
         attempt = node.attempt()
-        file = output_of(node, attempt) / "same"
+        file = make_output(node, attempt) / "same"
         file.write_text("same")
         os.utime(file, (stamp, stamp))
         found.append(fetch(node, attempt, tmp_path / "blobs").digest)
     assert found[0] == found[1]
     assert found[2] != found[0], "files keep their times"
     attempt = node.attempt()
-    output_of(node, attempt)
+    make_output(node, attempt)
     assert members(tmp_path / "blobs", fetch(node, attempt, tmp_path / "blobs")) == {}
 
 
 def test_a_packed_archive_is_not_packed_again(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    (output_of(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
+    (make_output(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
     first = fetch(node, attempt, tmp_path / "blobs")
-    # What it holds now would make another blob, were it packed again.
+    # Packing the changed output again would make another blob.
     (node.root / attempt / "output" / "big").write_bytes(b"small")
     assert fetch(node, attempt, tmp_path / "other").digest == first.digest
-    told: list[tuple[bool, int, int]] = []
-    fetch(node, attempt, tmp_path / "blobs", told)
-    assert told == [(True, first.size, first.size)]
+    progress_reports: list[tuple[bool, int, int]] = []
+    fetch(node, attempt, tmp_path / "blobs", progress_reports)
+    assert progress_reports == [(True, first.size, first.size)]
 
 
 def test_a_broken_transfer_is_resumed(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    (output_of(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
+    (make_output(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
     whole = fetch(node, attempt, tmp_path / "whole")
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     (blobs / f"{whole.digest}.part").write_bytes((tmp_path / "whole" / whole.digest).read_bytes()[:1_234_567])
-    told: list[tuple[bool, int, int]] = []
-    fetched = fetch(node, attempt, blobs, told)
-    assert told[0] == (True, 1_234_567, whole.size)
-    assert told[-1] == (True, whole.size, whole.size)
+    progress_reports: list[tuple[bool, int, int]] = []
+    fetched = fetch(node, attempt, blobs, progress_reports)
+    assert progress_reports[0] == (True, 1_234_567, whole.size)
+    assert progress_reports[-1] == (True, whole.size, whole.size)
     assert {path.name for path in blobs.iterdir()} == {fetched.digest}
 
 
-def test_a_connection_that_ends_keeps_the_received_output(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_the_received_part_of_an_output_is_kept_when_the_connection_ends(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
+    (make_output(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
 
-    class Ends(Exception):
+    class Interrupted(Exception):
         pass
 
-    def stop(is_packed: bool, done: int, total: int) -> None:
+    def interrupt(is_packed: bool, done: int, total: int) -> None:
         if is_packed and done >= 2 * LARGEST_FRAME:
-            raise Ends
+            raise Interrupted
 
     blobs = tmp_path / "blobs"
     blobs.mkdir()
-    with pytest.raises(Ends):
-        fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, timeout_s=20, progress=stop)
+    with pytest.raises(Interrupted):
+        fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, timeout_s=20, progress=interrupt)
     (part,) = blobs.iterdir()
     assert part.name.endswith(".part")
-    came = part.stat().st_size
-    assert came >= 2 * LARGEST_FRAME
-    told: list[tuple[bool, int, int]] = []
-    fetched = fetch(node, attempt, blobs, told)
-    assert told[0] == (True, came, fetched.size)
+    received = part.stat().st_size
+    assert received >= 2 * LARGEST_FRAME
+    progress_reports: list[tuple[bool, int, int]] = []
+    fetched = fetch(node, attempt, blobs, progress_reports)
+    assert progress_reports[0] == (True, received, fetched.size)
 
 
-def test_a_damaged_part_is_forgotten(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_damaged_part_is_discarded(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    (output_of(node, attempt) / "big").write_bytes(os.urandom(1_000_000))
+    (make_output(node, attempt) / "big").write_bytes(os.urandom(1_000_000))
     whole = fetch(node, attempt, tmp_path / "whole")
     blobs = tmp_path / "blobs"
     blobs.mkdir()
@@ -155,7 +157,7 @@ def test_a_damaged_part_is_forgotten(node: NodeUnderTest, tmp_path: Path) -> Non
 
 def test_files_that_cannot_be_packed_are_named(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    (output_of(node, attempt) / "data").symlink_to("/usr")
+    (make_output(node, attempt) / "data").symlink_to("/usr")
     with pytest.raises(AgentError, match="the link `data` in the task's output points to `/usr`, a directory outside of the"):
         fetch(node, attempt, tmp_path / "blobs")
     assert not [name for name in os.listdir(node.root / "blobs") if name.startswith("pack-")]
@@ -165,10 +167,10 @@ def test_files_that_cannot_be_packed_are_named(node: NodeUnderTest, tmp_path: Pa
         fetch(node, "../../etc", tmp_path / "blobs")
 
 
-def test_a_failure_in_the_middle_is_reported(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_read_error_on_the_node_is_reported(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt, digest = node.attempt(), "5" * 64
-    output_of(node, attempt)
-    # A directory in the archive's place, which counts as complete, but cannot be opened as a file.
+    make_output(node, attempt)
+    # A directory in place of the archive: it counts as complete, but it cannot be read.
     (node.root / "blobs" / digest).mkdir(parents=True)
     (node.root / "blobs" / ".unmarked").touch()
     size = (node.root / "blobs" / digest).stat().st_size
@@ -180,13 +182,13 @@ def test_a_failure_in_the_middle_is_reported(node: NodeUnderTest, tmp_path: Path
 
 def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
-    output = output_of(node, attempt)
+    output = make_output(node, attempt)
     os.mkfifo(output / "pipe")
     (output / "kept").write_text("kept")
     with socket.socket(socket.AF_UNIX) as listener:
-        here = os.open(output, os.O_RDONLY)
-        listener.bind(f"/proc/self/fd/{here}/socket")
-        os.close(here)
+        directory = os.open(output, os.O_RDONLY)
+        listener.bind(f"/proc/self/fd/{directory}/socket")
+        os.close(directory)
         fetched = fetch(node, attempt, tmp_path / "blobs")
     assert fetched.left_out == ("pipe", "socket")
     assert set(members(tmp_path / "blobs", fetched)) == {"kept"}
@@ -194,7 +196,7 @@ def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: P
 
 def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     attempt = node.attempt()
-    (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
+    (make_output(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
     opened = open_service(node.transport, str(node.top), sys.executable, "services.sender", timeout_s=60)
     opened.channel.write(json.dumps({"attempt": attempt}).encode() + b"\n")
     text = bytearray(opened.received)
@@ -205,9 +207,9 @@ def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     wait_until(lambda: not processes_with(str(node.top)), 20)
 
 
-def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp_path: Path) -> None:
-    class Cut:
-        """The node's transport; what it opens ends after the first read."""
+def test_a_node_whose_connection_closes_during_a_fetch_is_unreachable(node: NodeUnderTest, tmp_path: Path) -> None:
+    class ClosingTransport:
+        """The node's transport, whose channels close after the request."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(node.transport, name)
@@ -216,26 +218,26 @@ def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp
             channel = node.transport.open(argv)
             write = channel.write
 
-            def cut(data: bytes) -> None:
+            def write_and_close(data: bytes) -> None:
                 write(data)
                 if data.startswith(b'{"attempt"'):
                     channel.close()
 
-            channel.write = cut  # type: ignore[method-assign]
+            channel.write = write_and_close  # type: ignore[method-assign]
             return channel
 
     attempt = node.attempt()
-    output_of(node, attempt)
+    make_output(node, attempt)
     with pytest.raises(NodeUnreachable):
-        fetch_output(Cut(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=60)  # type: ignore[arg-type]
+        fetch_output(ClosingTransport(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=60)  # type: ignore[arg-type]
 
 
 def test_an_output_never_fills_the_disk_of_the_supervisor(
     node: NodeUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A node may claim any size; and a disk without room stops the supervision of everything.
+    # A node may report any size, and a full disk would stop the supervisor.
     attempt = node.attempt()
-    (output_of(node, attempt) / "weights").write_bytes(b"x" * 100_000)
+    (make_output(node, attempt) / "weights").write_bytes(b"x" * 100_000)
     with monkeypatch.context() as small:
         small.setattr(safe_files, "_RESERVE", 1 << 62, raising=False)
         small.setattr(safe_files, "_SHARE", 1, raising=False)
@@ -246,7 +248,7 @@ def test_an_output_never_fills_the_disk_of_the_supervisor(
 
 def test_files_of_an_input_keep_their_times_and_can_be_zipped(node: NodeUnderTest, tmp_path: Path) -> None:
     first = node.attempt()
-    output = output_of(node, first)
+    output = make_output(node, first)
     for name, at in (("new", 1_600_000_000), ("old", 0)):
         (output / name).write_text("x")
         os.utime(output / name, (at, at))
@@ -266,7 +268,7 @@ def test_files_of_an_input_keep_their_times_and_can_be_zipped(node: NodeUnderTes
 @pytest.mark.parametrize(("only", "placed"), [("", {"a.pt", "logs/a.txt"}), (r".*\.pt", {"a.pt"}), ("logs/", {"logs/a.txt"})])
 def test_an_input_is_placed_below_the_attempt(node: NodeUnderTest, tmp_path: Path, only: str, placed: set[str]) -> None:
     first = node.attempt()
-    output = output_of(node, first)
+    output = make_output(node, first)
     (output / "logs" / "old").mkdir(parents=True)
     (output / "logs" / "a.txt").write_text("log")
     (output / "a.pt").write_text("weights")
@@ -281,7 +283,7 @@ def test_an_input_is_placed_below_the_attempt(node: NodeUnderTest, tmp_path: Pat
     link.request("release", attempt=attempt)
 
 
-def test_a_wrong_expression_is_refused(node: NodeUnderTest) -> None:
+def test_an_invalid_regular_expression_is_refused(node: NodeUnderTest) -> None:
     from distflow.runtime.files.unpacking import unpack
     from distflow.runtime.wire import OpError
 

@@ -1,4 +1,4 @@
-"""Output on a node: told apart by rank, kept up to a limit, and mirrored without a break."""
+"""Output on a node: separated by rank, limited in size, and mirrored without gaps."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ workers = [
 codes = [worker.wait() for worker in workers]
 print("launcher ends", codes, flush=True)
 """
-"""As torchrun starts its workers."""
+"""A launcher that starts its workers as torchrun does."""
 
 
 def lines_of(node: NodeUnderTest, attempt: str) -> list[LogLine]:
-    """What the node holds, read as the mirror is."""
+    """Read the output on the node, in the way in which the mirror is read."""
     return list(read_lines([LogSource("t", 0, node.directory(attempt))]))
 
 
@@ -57,35 +57,35 @@ os.kill(os.getpid(), 9)
 """
     link = node.connect()
     attempt = node.start(link, [PYTHON, "-c", LAUNCHER, worker], ranks=[4, 2])
-    node.end(attempt)
+    node.await_end(attempt)
     lines = lines_of(node, attempt)
     for rank in (4, 5):
-        said = [text for n in range(200) for text in (f"rank {rank} line {n}", f"rank {rank} error {n}")]
-        assert texts(lines, rank) == [*said, "bar 3", "[rank9]: \ufffd own words", f"no end of {rank}"]
+        printed = [text for n in range(200) for text in (f"rank {rank} line {n}", f"rank {rank} error {n}")]
+        assert texts(lines, rank) == [*printed, "bar 3", "[rank9]: \ufffd own words", f"no end of {rank}"]
     assert texts(lines, None) == ["launcher begins", "launcher ends [-9, -9]"]
     raw = (node.directory(attempt) / "output.log").read_bytes()
     assert raw.count(b"bar 1\rbar 2\rbar 3\n[rank9]: \xff own words\n") == 2
 
 
-def test_output_that_somebody_redirected_stays_where_it_is(node: NodeUnderTest) -> None:
+def test_redirected_output_of_ranks_goes_to_its_file(node: NodeUnderTest) -> None:
     link = node.connect()
     script = f'{PYTHON} -c "$0" "$1" > only.txt; cat only.txt'
-    # Without a buffer, `print` writes each word by itself, and the ranks write to the same file.
+    # Use one `write` for each line, because the unbuffered `print` of two ranks could mix lines in the file.
     worker = 'import os, sys; os.write(1, b"out %s\\n" % os.environb[b"RANK"]); print("err", file=sys.stderr)'
     attempt = node.start(link, ["sh", "-c", script, LAUNCHER, worker], ranks=[4, 2])
-    node.end(attempt)
+    node.await_end(attempt)
     lines = lines_of(node, attempt)
     assert sorted(texts(lines, None)) == ["launcher begins", "launcher ends [0, 0]", "out 4", "out 5"]
     assert (texts(lines, 4), texts(lines, 5)) == (["err"], ["err"])
 
 
-def test_the_last_words_of_ranks_survive_their_keeper(node: NodeUnderTest) -> None:
+def test_the_last_output_of_ranks_survives_their_keeper(node: NodeUnderTest) -> None:
     worker = 'import os, sys, time; os.write(1, b"said\\nhalf of a line"); time.sleep(60)'
     link = node.connect()
     attempt = node.start(link, [PYTHON, "-c", LAUNCHER, worker], ranks=[4, 2])
     wait_until(lambda: (node.directory(attempt) / "output.log").read_bytes().count(b"half of a line") == 2)
     os.kill(node.state(attempt)["keeper"]["pid"], signal.SIGKILL)
-    assert node.end(attempt)["reason"] == "keeper_died"
+    assert node.await_end(attempt)["reason"] == "keeper_died"
     lines = lines_of(node, attempt)
     assert texts(lines, 4) == texts(lines, 5) == ["said", "half of a line"]
 
@@ -97,7 +97,7 @@ def test_secrets_of_ranks_are_masked_wherever_they_are_cut(node: NodeUnderTest) 
     link = node.connect()
     secret = {"TOKEN": "swordfish-4711"}
     attempt = node.start(link, [PYTHON, "-c", LAUNCHER, worker], ranks=[4, 2], secret_env=secret)
-    node.end(attempt)
+    node.await_end(attempt)
     lines = lines_of(node, attempt)
     assert texts(lines, 4) == texts(lines, 5) == ["a ******** z"]
 
@@ -108,7 +108,7 @@ def test_a_limited_log_keeps_its_beginning_and_its_end_and_counts_the_rest(node:
     attempt = node.start(
         link, [PYTHON, "-c", f"for n in range({count}): print('line', n, flush=n > {count - 5})"], max_log=1 << 20
     )
-    end = node.end(attempt, 60)
+    end = node.await_end(attempt, 60)
     lines = lines_of(node, attempt)
     gaps = [number for number, line in enumerate(lines) if line.dropped]
     assert len(gaps) == 1
@@ -116,35 +116,35 @@ def test_a_limited_log_keeps_its_beginning_and_its_end_and_counts_the_rest(node:
     head, tail = [line.text for line in lines[: gaps[0]]], [line.text for line in lines[gaps[0] + 1 :]]
     assert head == [f"line {number}" for number in range(len(head))]
     assert tail == [f"line {number}" for number in range(count - len(tail), count)]
-    held = [path.stat().st_size for path in node.directory(attempt).glob("output*.log")]
-    assert 0.8 * (1 << 20) < sum(held) <= 1 << 20
-    assert end["output_bytes"] == sum(held) + gap.dropped == sum(len(f"line {number}\n") for number in range(count))
+    sizes = [path.stat().st_size for path in node.directory(attempt).glob("output*.log")]
+    assert 0.8 * (1 << 20) < sum(sizes) <= 1 << 20
+    assert end["output_bytes"] == sum(sizes) + gap.dropped == sum(len(f"line {number}\n") for number in range(count))
     assert f"{gap.dropped:,} bytes in {count - len(head) - len(tail):,} lines" in gap.text
 
 
-def test_an_index_is_limited_as_its_text_is(node: NodeUnderTest) -> None:
+def test_an_index_has_the_same_limit_as_its_log(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, [PYTHON, "-c", "import os\nfor n in range(60000): os.write(1, b'x')\n"], max_log=1 << 18)
-    node.end(attempt, 120)
+    node.await_end(attempt, 120)
     assert sum(path.stat().st_size for path in node.directory(attempt).glob("output*.idx")) <= 1 << 18
 
 
-class Mirroring:
-    """Mirrors one attempt as the supervisor does."""
+class MirrorSession:
+    """A connection that mirrors one attempt, as the supervisor does."""
 
     def __init__(self, node: NodeUnderTest, attempt: str, mirror: Mirror) -> None:
         self.ended: set[int] = set()
         self.bytes = 0
         self._mirror, self._attempt, self._node = mirror, attempt, node
-        self._seen = len(node.events)
+        self._event_count = len(node.events)
         self.link = node.connect()
         for stream, kind in enumerate(("idx", "log")):
             file, offset = mirror.reached(attempt, kind)
             self.link.request("tail", stream=stream, attempt=attempt, file=file, offset=offset)
 
     def take(self) -> bool:
-        """Take in what has come; return whether that is all there will be."""
-        events, self._seen = list(self._node.events[self._seen :]), len(self._node.events)
+        """Store the received output, and return whether it is complete."""
+        events, self._event_count = list(self._node.events[self._event_count :]), len(self._node.events)
         for event in events:
             if event["event"] == "data":
                 data = base64.b64decode(event["data"])
@@ -179,37 +179,37 @@ say(90_000, 300_000)
     link = node.connect()
     attempt = node.start(link, [PYTHON, "-c", script], max_log=1 << 20)
     source = LogSource("t", 0, tmp_path / "mirror" / attempt)
-    first = Mirroring(node, attempt, mirror)
+    first = MirrorSession(node, attempt, mirror)
     total = sum(len(f"line {number}\n") for number in range(90_000))
     wait_until(lambda: first.take() or mirrored_bytes(source) == total, 30)
     first.link.close()
     before = list(read_lines([source]))
     assert before[-1].text == "line 89999"
     gate.touch()
-    node.end(attempt, 60)
-    second = Mirroring(node, attempt, mirror)
+    node.await_end(attempt, 60)
+    second = MirrorSession(node, attempt, mirror)
     wait_until(second.take, 30)
-    lines, there = list(read_lines([source])), lines_of(node, attempt)
+    lines, node_lines = list(read_lines([source])), lines_of(node, attempt)
     assert lines[-1].text == "line 299999"
     assert sum(line.dropped for line in lines) + sum(
         len(line.text) + 1 for line in lines if not line.dropped
     ) == mirrored_bytes(source)
     assert sum(path.stat().st_size for path in source.folder.glob("output*.log")) <= 1 << 20
-    # The gap is the output that the node dropped meanwhile, and nothing comes twice.
+    # The gap is the output that the node dropped meanwhile, and no line is stored twice.
     numbers = [int(line.text.split()[1]) for line in lines if not line.dropped]
     assert numbers == sorted(set(numbers))
-    assert [line.text for line in there][-1000:] == [line.text for line in lines][-1000:]
+    assert [line.text for line in node_lines][-1000:] == [line.text for line in lines][-1000:]
 
 
-def test_a_mirror_that_was_interrupted_is_the_same_in_the_end(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_an_interrupted_mirror_becomes_complete(node: NodeUnderTest, tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "mirror")
     link = node.connect()
     attempt = node.start(link, [PYTHON, "-c", "for n in range(100000): print('line', n)"], max_log=1 << 30)
-    node.end(attempt, 60)
-    first = Mirroring(node, attempt, mirror)
+    node.await_end(attempt, 60)
+    first = MirrorSession(node, attempt, mirror)
     wait_until(lambda: first.take() or first.bytes > 200_000, 30)
     first.link.close()
-    rest = Mirroring(node, attempt, mirror)
-    wait_until(rest.take, 30)
+    second = MirrorSession(node, attempt, mirror)
+    wait_until(second.take, 30)
     for name in ("output.log", "output.idx"):
         assert (tmp_path / "mirror" / attempt / name).read_bytes() == (node.directory(attempt) / name).read_bytes()

@@ -1,4 +1,4 @@
-"""The files of an attempt are listed, and fetched into a local directory, from a node that is not trusted."""
+"""Listing the files of an attempt, and fetching them into a local directory, from a node that is not trusted."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_files_of_an_attempt_are_listed_and_fetched(node: NodeUnderTest, tmp_path: Path) -> None:
-    attempt, here = node.attempt(), tmp_path / "here"
+    attempt, local_directory = node.attempt(), tmp_path / "here"
     output = node.directory(attempt) / "output"
     (output / "steps" / "100").mkdir(parents=True)
     (output / "empty").mkdir()
-    wanted = {"model.pt": os.urandom(3_000_000), "steps/100/state": b"x" * 200_000, "nothing": b"", "naïve \udcff": b"bytes"}
-    wanted |= {f"many/{number}": str(number).encode() for number in range(600)}
+    expected = {"model.pt": os.urandom(3_000_000), "steps/100/state": b"x" * 200_000, "nothing": b"", "naïve \udcff": b"bytes"}
+    expected |= {f"many/{number}": str(number).encode() for number in range(600)}
     (output / "many").mkdir()
-    for name, content in wanted.items():
+    for name, content in expected.items():
         (output / name).write_bytes(content)
     (output / "nothing").chmod(0o755)
     os.utime(output / "model.pt", ns=(1, 1_700_000_000_123_456_789))
@@ -52,29 +52,31 @@ def test_files_of_an_attempt_are_listed_and_fetched(node: NodeUnderTest, tmp_pat
     (output / "log.txt").symlink_to(elsewhere / "log.txt")
     (output / "dataset").symlink_to(elsewhere)
     os.mkfifo(output / "pipe")
-    here.mkdir()
+    local_directory.mkdir()
     with reader(node, attempt) as one:
-        assert len(one.files) == len(wanted) + 2
+        assert len(one.files) == len(expected) + 2
         assert one.others == 2
-        done: dict[str, int] = {}
+        progress: dict[str, int] = {}
         counts = output_reader.FetchCounts()
-        one.fetch(one.files, here, done.__setitem__, counts)
-    assert (counts.files, counts.unchanged, counts.left_out, counts.problems) == (len(wanted) + 2, 0, 0, [])
-    steps = {"latest/state": wanted["steps/100/state"], "log.txt": b"of the task"}
-    assert contents(here) == {name: content for name, content in (wanted | steps).items() if not name.startswith("latest")}
-    assert os.readlink(here / "latest") == "steps/100"
-    assert done["model.pt"] == 3_000_000
-    assert (here / "model.pt").stat().st_mtime_ns == 1_700_000_000_123_456_789
-    assert os.access(here / "nothing", os.X_OK)
-    assert not os.access(here / "model.pt", os.X_OK)
-    assert not list(here.rglob(".distflow*"))
+        one.fetch(one.files, local_directory, progress.__setitem__, counts)
+    assert (counts.files, counts.unchanged, counts.left_out, counts.problems) == (len(expected) + 2, 0, 0, [])
+    linked = {"latest/state": expected["steps/100/state"], "log.txt": b"of the task"}
+    assert contents(local_directory) == {
+        name: content for name, content in (expected | linked).items() if not name.startswith("latest")
+    }
+    assert os.readlink(local_directory / "latest") == "steps/100"
+    assert progress["model.pt"] == 3_000_000
+    assert (local_directory / "model.pt").stat().st_mtime_ns == 1_700_000_000_123_456_789
+    assert os.access(local_directory / "nothing", os.X_OK)
+    assert not os.access(local_directory / "model.pt", os.X_OK)
+    assert not list(local_directory.rglob(".distflow*"))
 
     # Only changes are fetched again.
     (output / "model.pt").write_bytes(b"newer")
     (output / "steps/100/state").unlink()
-    counts = fetch(reader(node, attempt), here)
-    assert (counts.files, counts.size, counts.unchanged) == (1, 5, len(wanted))
-    assert (here / "model.pt").read_bytes() == b"newer"
+    counts = fetch(reader(node, attempt), local_directory)
+    assert (counts.files, counts.size, counts.unchanged) == (1, 5, len(expected))
+    assert (local_directory / "model.pt").read_bytes() == b"newer"
 
 
 def test_an_interrupted_file_continues_where_it_stopped(node: NodeUnderTest, tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_an_interrupted_file_continues_where_it_stopped(node: NodeUnderTest, tmp
     content = os.urandom(4_000_000)
     (output / "model.pt").write_bytes(content)
 
-    def interrupted() -> int:
+    def fetch_until_interrupted() -> int:
         def stop(_: str, done: int) -> None:
             if done >= 1_000_000:
                 raise KeyboardInterrupt
@@ -95,29 +97,29 @@ def test_an_interrupted_file_continues_where_it_stopped(node: NodeUnderTest, tmp
         (part,) = tmp_path.glob(".distflow-*.part")
         return part.stat().st_size
 
-    at = interrupted()
+    part_size = fetch_until_interrupted()
     reached: list[int] = []
     with reader(node, attempt) as one:
         one.fetch(one.files, tmp_path, lambda _, done: reached.append(done), output_reader.FetchCounts())
-    assert reached[0] == at
+    assert reached[0] == part_size
     assert (tmp_path / "model.pt").read_bytes() == content
 
     # A file that has changed meanwhile is fetched from its start.
     os.unlink(tmp_path / "model.pt")
-    interrupted()
+    fetch_until_interrupted()
     (output / "model.pt").write_bytes(content[::-1])
     fetch(reader(node, attempt), tmp_path)
     assert (tmp_path / "model.pt").read_bytes() == content[::-1]
     assert not list(tmp_path.glob(".distflow*"))
 
 
-def test_files_that_the_command_wrote_to_its_working_directory(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_only_files_that_the_command_wrote_to_its_working_directory_are_listed(node: NodeUnderTest, tmp_path: Path) -> None:
     link = node.connect()
     script = "mkdir -p out __pycache__; echo m > out/model; echo c > __pycache__/x.pyc; echo e >> edited; cat given sent"
     files: list[dict[str, Any]] = [{"path": f"work/{name}", "text": name} for name in ("given", "edited")]
     files.append({"path": "work/sent", "blob": node.stage(b"blob")})  # its time may be in the future
     attempt = node.start(link, ["sh", "-c", script], files=files)
-    node.end(attempt)
+    node.await_end(attempt)
     with reader(node, attempt, place="work") as one:
         assert sorted(file.name for file in one.files) == ["edited", "out/model"]
     with reader(node, attempt) as one:
@@ -126,21 +128,21 @@ def test_files_that_the_command_wrote_to_its_working_directory(node: NodeUnderTe
         reader(node, node.attempt())
 
 
-class _Hostile:
-    """A transport to a node that answers as the test says."""
+class _HostileTransport:
+    """A transport to a node with the given file list and answers."""
 
     name = "evil"
 
     def __init__(self, entries: list[list[Any]], answers: bytes = b"") -> None:
-        self._left = encode({"entries": entries}) + encode({"others": 0}) + answers
+        self._data = encode({"entries": entries}) + encode({"others": 0}) + answers
 
-    def open(self, argv: list[str]) -> _Hostile:
+    def open(self, argv: list[str]) -> _HostileTransport:
         nonce = argv[-2]
-        self._left = f"{nonce} have\n{nonce} ready\n".encode() + self._left
+        self._data = f"{nonce} have\n{nonce} ready\n".encode() + self._data
         return self
 
     def read(self) -> bytes:
-        data, self._left = self._left, b""
+        data, self._data = self._data, b""
         return data
 
     def write(self, _: bytes) -> None:
@@ -156,7 +158,7 @@ class _Hostile:
 
 
 def hostile(entries: list[list[Any]], *answers: bytes) -> OutputReader:
-    return OutputReader(_Hostile(entries, b"".join(answers)), "~", "python3", "a", timeout_s=5)  # type: ignore[arg-type]
+    return OutputReader(_HostileTransport(entries, b"".join(answers)), "~", "python3", "a", timeout_s=5)  # type: ignore[arg-type]
 
 
 def answer(content: bytes, digest: str | None = None, **fields: int) -> bytes:
@@ -178,17 +180,17 @@ def test_a_link_that_leads_outside_is_left_out(link: str, tmp_path: Path) -> Non
     assert not os.path.lexists(tmp_path / "l")
 
 
-def test_links_do_not_lead_outside_together(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
+def test_a_link_that_leads_outside_through_another_link_is_left_out(tmp_path: Path) -> None:
+    local_directory = tmp_path / "here"
+    local_directory.mkdir()
     entries = [["d/e/l", 1, 0, False, "../../f"], ["d/e/l/x", 1, 0, False, "../../../secret"], ["d/k", 1, 0, False, "../f"]]
-    counts = fetch(hostile(entries), here)
+    counts = fetch(hostile(entries), local_directory)
     assert (counts.files, counts.left_out) == (2, 1)
 
     # A file is not written through a link of an earlier fetch that leads outside.
-    (here / "out").symlink_to(tmp_path)
+    (local_directory / "out").symlink_to(tmp_path)
     with pytest.raises(StorageError, match="leads through a link out of"):
-        fetch(hostile([["out/x", 1, 0, False, ""]], answer(b"1")), here)
+        fetch(hostile([["out/x", 1, 0, False, ""]], answer(b"1")), local_directory)
     assert not (tmp_path / "x").exists()
 
 

@@ -1,4 +1,4 @@
-"""What `pool check` asks of agents (docs/agent-protocol.md): `probe`, `run`, `listen`, `reach`, held over every transport."""
+"""The operations of agents that `pool check` uses (`probe`, `run`, `listen`, `reach`), over every transport."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def kinds(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0)
 
 
 def test_a_node_reports_its_hardware(node: NodeUnderTest) -> None:
-    said = node.connect().request("probe", lease_dir=str(node.lease_dir))
-    assert said["root"]["path"] == str(node.root)
-    assert said["root"]["error"] is None
-    assert said["root"]["file_system"]
-    assert said["root"]["is_noexec"] is False
-    assert 0 < said["root"]["free_bytes"] < said["root"]["total_bytes"]
-    assert said["leases"]["path"] == str(node.lease_dir)
-    assert said["leases"]["error"] is None
-    assert said["names"]["hostname"] == socket.gethostname()
-    assert set(said["logind"]) == {"in_session", "properties"}
-    # Nothing of the measuring is left.
+    answer = node.connect().request("probe", lease_dir=str(node.lease_dir))
+    assert answer["root"]["path"] == str(node.root)
+    assert answer["root"]["error"] is None
+    assert answer["root"]["file_system"]
+    assert answer["root"]["is_noexec"] is False
+    assert 0 < answer["root"]["free_bytes"] < answer["root"]["total_bytes"]
+    assert answer["leases"]["path"] == str(node.lease_dir)
+    assert answer["leases"]["error"] is None
+    assert answer["names"]["hostname"] == socket.gethostname()
+    assert set(answer["logind"]) == {"in_session", "properties"}
+    # The measurements leave no files.
     assert sorted(path.name for path in node.root.iterdir()) == [".distflow", "runtime"]
 
 
@@ -52,8 +52,8 @@ def test_unusable_directories_are_reported(node: NodeUnderTest) -> None:
     link = node.connect()
     node.lease_dir.write_text("a file in its place")
     # Root may write everywhere except in /proc.
-    said = link.request("probe", lease_dir=str(node.lease_dir))
-    assert "Not a directory" in said["leases"]["error"]
+    answer = link.request("probe", lease_dir=str(node.lease_dir))
+    assert "Not a directory" in answer["leases"]["error"]
     assert link.request("probe", lease_dir="/proc/none/leases")["leases"]["error"]
     if os.getuid() != 0:
         node.root.chmod(0o500)
@@ -72,15 +72,15 @@ def test_paths_are_distinguished_by_names_and_sizes(node: NodeUnderTest, tmp_pat
             (tmp_path / name / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / place).write_bytes(data)
     places = [str(tmp_path / name) for name in ("a", "b", "c", "none")] + [str(tmp_path / "a/2")]
-    said = link.request("probe", lease_dir=str(node.lease_dir), paths=places)["paths"]
-    a, b, c, none, file = (said[place] for place in places)
+    answer = link.request("probe", lease_dir=str(node.lease_dir), paths=places)["paths"]
+    a, b, c, missing, file = (answer[place] for place in places)
     assert (a["files"], a["bytes"], a["is_complete"], a["error"]) == (2, 7, True, None)
     assert a["digest"] == b["digest"] != c["digest"]
-    assert none == {"error": "No such file or directory"}
+    assert missing == {"error": "No such file or directory"}
     assert (file["files"], file["bytes"]) == (1, 4)
 
 
-def test_tools_are_quoted_as_they_speak(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_the_output_of_nvidia_smi_is_reported_unchanged(node: NodeUnderTest, tmp_path: Path) -> None:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     apps = f"GPU-1, {os.getpid()}, python, 512"
@@ -91,36 +91,36 @@ def test_tools_are_quoted_as_they_speak(node: NodeUnderTest, tmp_path: Path) -> 
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexport PATH={smi.parent}:$PATH\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    said = node.connect(python=str(python)).request("probe", lease_dir=str(node.lease_dir))
-    assert (said["gpus"]["exit_code"], said["gpus"]["stdout"]) == (0, "0, GPU-1, A, 1, 2, 3\n")
-    assert said["gpu_apps"]["stdout"] == apps + "\n"
-    assert list(said["gpu_owners"]) == [str(os.getpid())]
-    assert said["gpu_owners"][str(os.getpid())]["attempt"] is None
+    answer = node.connect(python=str(python)).request("probe", lease_dir=str(node.lease_dir))
+    assert (answer["gpus"]["exit_code"], answer["gpus"]["stdout"]) == (0, "0, GPU-1, A, 1, 2, 3\n")
+    assert answer["gpu_apps"]["stdout"] == apps + "\n"
+    assert list(answer["gpu_owners"]) == [str(os.getpid())]
+    assert answer["gpu_owners"][str(os.getpid())]["attempt"] is None
 
 
-def test_a_command_is_run_as_tasks_would_see_it(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_command_runs_in_the_environment_of_tasks(node: NodeUnderTest, tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     tool.write_text('#!/bin/sh\necho "$A|$B|${DISTFLOW_ATTEMPT-none}|$(umask)|$1"\necho words >&2\nexit 3\n')
     tool.chmod(0o755)
-    said = node.connect().request(
+    answer = node.connect().request(
         "run", argv=["tool", "it's; $x"], env={"A": "1"}, path_prepend=[str(tmp_path)], shell_prelude="export B='2 3'"
     )
-    assert (said["exit_code"], said["stderr"]) == (3, "words\n")
-    a, b, attempt, umask, argument = said["stdout"].strip().split("|")
+    assert (answer["exit_code"], answer["stderr"]) == (3, "words\n")
+    a, b, attempt, umask, argument = answer["stdout"].strip().split("|")
     assert (a, b, attempt, argument) == ("1", "2 3", "none", "it's; $x")
-    assert umask != "0077", "the node's usual one"
+    assert umask != "0077", "it is not the umask of the node"
 
 
 def test_a_missing_command_is_not_an_error_of_the_agent(node: NodeUnderTest) -> None:
-    said = node.connect().request("run", argv=["/no/such/python", "-c", "1"])
-    assert (said["exit_code"], said["stderr"]) == (127, "/no/such/python: No such file or directory")
+    answer = node.connect().request("run", argv=["/no/such/python", "-c", "1"])
+    assert (answer["exit_code"], answer["stderr"]) == (127, "/no/such/python: No such file or directory")
 
 
 def test_a_command_that_takes_too_long_is_ended(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     begin = time.monotonic()
-    said = link.request("run", argv=["sh", "-c", f"sh -c 'sleep 60; true {marker}'; true"], limit_s=0.5)
-    assert said["exit_code"] is None
+    answer = link.request("run", argv=["sh", "-c", f"sh -c 'sleep 60; true {marker}'; true"], limit_s=0.5)
+    assert answer["exit_code"] is None
     assert time.monotonic() - begin < 50
     wait_until(lambda: not processes_with(marker), 20)
     assert link.request("ping")["now"] > 0
@@ -136,20 +136,20 @@ def test_a_command_ends_with_its_agent(node: NodeUnderTest, marker: str) -> None
 
 def test_a_listener_is_reached_and_identified_by_its_word(node: NodeUnderTest) -> None:
     link = node.connect()
-    said = link.request("listen", address="127.0.0.1", word="here-1")
-    assert said["is_own"] is True
-    good = ("127.0.0.1", said["port"], "here-1")
-    assert kinds(link, good, good, ("127.0.0.1", said["port"], "another")) == ["ok", "ok", "stranger"]
+    answer = link.request("listen", address="127.0.0.1", word="here-1")
+    assert answer["is_own"] is True
+    good = ("127.0.0.1", answer["port"], "here-1")
+    assert kinds(link, good, good, ("127.0.0.1", answer["port"], "another")) == ["ok", "ok", "stranger"]
     assert reached(link, good)[0]["ms"] < 5000
 
 
-def test_each_way_of_not_getting_there_has_a_word(node: NodeUnderTest) -> None:
+def test_each_kind_of_failed_connection_is_distinguished(node: NodeUnderTest) -> None:
     link = node.connect()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
-        # Accepted by the kernel, and then nothing: a firewall that swallows what follows.
+        # The kernel accepts the connection, and no data follows: as with a firewall that drops the data.
         targets = [("127.0.0.1", free_port(), "w"), ("127.0.0.1", port, "w"), ("no-such-name.invalid", 1, "w")]
         assert kinds(link, *targets, limit_s=0.5) == ["refused", "timeout", "no_name"]
     assert kinds(link) == []
@@ -157,10 +157,10 @@ def test_each_way_of_not_getting_there_has_a_word(node: NodeUnderTest) -> None:
 
 def test_an_address_of_another_machine_is_reported_and_all_addresses_are_listened_on(node: NodeUnderTest) -> None:
     link = node.connect()
-    said = link.request("listen", address="192.0.2.1", word="w")
-    assert said["is_own"] is False
+    answer = link.request("listen", address="192.0.2.1", word="w")
+    assert answer["is_own"] is False
     assert link.request("listen", address="a-name.invalid", word="w")["is_own"] is None
-    assert kinds(link, ("127.0.0.1", said["port"], "w")) == ["ok"]
+    assert kinds(link, ("127.0.0.1", answer["port"], "w")) == ["ok"]
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
@@ -170,8 +170,8 @@ def test_ipv6_is_reached(node: NodeUnderTest) -> None:
         line.split()[0].endswith("1") for line in Path("/proc/net/if_inet6").read_text().splitlines()
     ):
         pytest.skip("no IPv6 loopback here")
-    said = link.request("listen", address="::1", word="w")
-    assert kinds(link, ("::1", said["port"], "w")) == ["ok"]
+    answer = link.request("listen", address="::1", word="w")
+    assert kinds(link, ("::1", answer["port"], "w")) == ["ok"]
 
 
 def test_listening_ends_by_itself_and_with_the_agent(node: NodeUnderTest) -> None:

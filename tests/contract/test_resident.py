@@ -33,12 +33,12 @@ Reach = Callable[..., RelayTransport]
 
 @pytest.fixture
 def reach(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
-    """A way to make transports to nodes of jobs, from this machine as the login node."""
+    """A function that returns a transport to a node of a job, with this machine as the login node."""
     monkeypatch.setenv("PATH", f"{slurm.commands}:{os.environ['PATH']}")
     made: list[RelayTransport] = []
 
     def to(job: str, host: str, het_group: int | None = None) -> RelayTransport:
-        made.append(over(LocalTransport("login"), job, host, het_group))
+        made.append(relay_transport(LocalTransport("login"), job, host, het_group))
         return made[-1]
 
     yield to
@@ -46,8 +46,8 @@ def reach(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
         transport.close()
 
 
-def over(login: Transport, job: str, host: str, het_group: int | None = None) -> RelayTransport:
-    """A transport to a node of a job through its login node."""
+def relay_transport(login: Transport, job: str, host: str, het_group: int | None = None) -> RelayTransport:
+    """Return a transport to a node of a job through its login node."""
     prefix = partial(step_prefix, job, host, het_group)
     return RelayTransport(login, job, host, sys.executable, prefix=prefix, is_transient=is_transient_error)
 
@@ -97,7 +97,7 @@ def test_an_agent_and_its_task_use_the_job(slurm: Slurm, reach: Reach, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Path, marker: str) -> None:
+def test_an_unused_job_ends(slurm: Slurm, reach: Reach, tmp_path: Path, marker: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = start(slurm, "--nodes=2", idle_s=4)
     # A process of one node keeps the programs of both nodes.
@@ -112,12 +112,12 @@ def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Pa
     wait_until(lambda: state(slurm, job) == "COMPLETED", 90, what="the job ended by itself")
 
 
-def test_a_late_command_is_killed_without_its_relay(slurm: Slurm, reach: Reach, marker: str) -> None:
+def test_a_command_past_its_timeout_is_killed(slurm: Slurm, reach: Reach, marker: str) -> None:
     transport = reach(start(slurm, "--nodes=1"), "n1")
     assert transport.run(["true"], timeout_s=60).exit_code == 0
     with pytest.raises(NodeUnreachable, match="`sh` did not finish within 2 s"):
         transport.run(["sh", "-c", "sleep 300; :", marker], timeout_s=2)
-    wait_until(lambda: not processes_with(marker), what="the late command is gone")
+    wait_until(lambda: not processes_with(marker), what="the command is gone")
 
 
 def test_a_command_ends_although_a_background_process_has_its_pipes(slurm: Slurm, reach: Reach, marker: str) -> None:
@@ -146,7 +146,7 @@ def test_the_end_of_a_resident_program_ends_the_job(slurm: Slurm, reach: Reach, 
     wait_until(lambda: not slurm.processes(), what="no process is left")
 
 
-_STRANGER = """
+_OTHER_USER = """
 import array, os, socket, sys
 os.setgid(65534)
 os.setuid(65534)
@@ -173,12 +173,12 @@ def test_another_user_can_neither_use_nor_replace_a_resident_program(slurm: Slur
     transport = reach(job, "n1")
     assert transport.run(["true"], timeout_s=60).exit_code == 0
     prefix = f"distflow-{os.getuid()}-{job}-n1-"
-    command = [sys.executable, "-I", "-S", "-c", _STRANGER, prefix]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
-        assert stranger.stdout is not None
-        assert [stranger.stdout.readline(), stranger.stdout.readline()] == ["answer b''\n", "up\n"]
+    command = [sys.executable, "-I", "-S", "-c", _OTHER_USER, prefix]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other_user:
+        assert other_user.stdout is not None
+        assert [other_user.stdout.readline(), other_user.stdout.readline()] == ["answer b''\n", "up\n"]
         assert [transport.run(["echo", "own"], timeout_s=60).stdout for _ in range(3)] == [b"own\n"] * 3
-        stranger.communicate("")
+        other_user.communicate("")
 
 
 @pytest.mark.ssh
@@ -189,7 +189,7 @@ def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) ->
     path = f"{slurm.commands}:{os.environ['PATH']}"
     with Sshd(tmp_path / "sshd", alias="login", options={"SetEnv": f"HOME={tmp_path} PATH={path}"}) as server:
         login = SshTransport("login", SshDestination(host="login", config_file=str(server.client_config)))
-        transport = over(login, job, "n2")
+        transport = relay_transport(login, job, "n2")
         words = ["a b", "a'b", 'a"b', "$HOME", "a\nb", "", "ü→", "\\", "!x"]
         code = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:])); sys.exit(3)"
         done = transport.run([sys.executable, "-c", code, *words], timeout_s=60)
@@ -205,11 +205,11 @@ def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) ->
             transport.run(["true"], timeout_s=60)
         server.start()
         transport.hang_up()
-        assert wait_until(lambda: succeeds(transport), what="the node is reached again")
+        assert wait_until(lambda: can_run(transport), what="the node is reached again")
         login.close()
 
 
-def succeeds(transport: RelayTransport) -> bool:
+def can_run(transport: RelayTransport) -> bool:
     try:
         return transport.run(["true"], timeout_s=60).exit_code == 0
     except NodeUnreachable:
@@ -240,7 +240,7 @@ def test_a_step_that_slurm_cannot_create_for_the_moment_is_tried_again(slurm: Sl
     failures.write_text("1\n")
     channel = transport.open(["cat"])
     with suppress(NodeUnreachable):
-        channel.write(b"lost, perhaps")  # so it is not known whether the command got it
+        channel.write(b"lost, perhaps")  # input was sent, so the command cannot be repeated
     assert channel.read() == b""
     assert "Unable to create step" in channel.stderr_tail()
     channel.close()

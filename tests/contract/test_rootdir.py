@@ -1,4 +1,4 @@
-"""The private directory below a node's root: no user file is touched, no other user's file is run, old roots keep working."""
+"""The private directory below a node's root: it protects users' files, runs no other user's files, and supports old roots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from distflow.runtime.files import attempts
 from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT
 from distflow.testing.waiting import wait_until
 
-NOBODY = 65534
-OTHERS_UUID = "0123456789abcdef0123456789abcdef"
+OTHER_USER_ID = 65534
+FOREIGN_UUID = "0123456789abcdef0123456789abcdef"
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 
 
@@ -34,9 +34,9 @@ def snapshot(top: Path) -> dict[str, bytes]:
     return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
 
 
-def make_like_before(node: NodeUnderTest) -> None:
-    """Arrange what lies in the private directory as the version before did: in the root itself, without marks."""
-    # What runs still imports from the first one. The version before did not store compiled modules.
+def convert_to_old_layout(node: NodeUnderTest) -> None:
+    """Move the content of the private directory to where the previous version had it: into the root, without markers."""
+    # Copy the runtime, because running processes import from it. The previous version did not store compiled modules.
     shutil.copytree(node.root / "runtime", node.top / "runtime", ignore=shutil.ignore_patterns("distflow.runtime.*"))
     for path in node.root.iterdir():
         if path.name not in (MARKER, "runtime"):
@@ -46,12 +46,12 @@ def make_like_before(node: NodeUnderTest) -> None:
             marker.unlink()
 
 
-def users_files(node: NodeUnderTest) -> dict[str, bytes]:
-    """Put into the root what users have there, with names that distflow uses or used."""
+def write_user_files(node: NodeUnderTest) -> dict[str, bytes]:
+    """Write files of a user into the root, with names that distflow uses or used. Return their contents by name."""
     names = (
         "datasets/train/0/images/a.bin", "checkpoints/run7/epoch1/0/model.pt", "run_1/a/b/0/metrics.json", ".trash/thesis.tex",
-        "blobs/model.pt", f"blobs/{'a' * 64}", "images/cat.sif", f"runtime/{'b' * 64}/notes", f"{OTHERS_UUID}/g/t/0/data.csv",
-        f"{OTHERS_UUID[:-1]}0/a/b/0/runner.json", "runtime/deep.txt",
+        "blobs/model.pt", f"blobs/{'a' * 64}", "images/cat.sif", f"runtime/{'b' * 64}/notes", f"{FOREIGN_UUID}/g/t/0/data.csv",
+        f"{FOREIGN_UUID[:-1]}0/a/b/0/runner.json", "runtime/deep.txt",
     )  # fmt: skip
     for name in names:
         path = node.top / name
@@ -60,42 +60,43 @@ def users_files(node: NodeUnderTest) -> dict[str, bytes]:
     return {name: (node.top / name).read_bytes() for name in names}
 
 
-def survey(node: NodeUnderTest) -> list[str]:
+def survey_uuids(node: NodeUnderTest) -> list[str]:
     return [one["uuid"] for one in node.connect().request("survey")["workflows"]]
 
 
-def test_a_users_directories_next_to_ours_survive_clean_and_uninstall(node: NodeUnderTest) -> None:
-    mine = users_files(node)
+def test_files_of_users_in_the_root_survive_clean_and_uninstall(node: NodeUnderTest) -> None:
+    user_files = write_user_files(node)
     link = node.connect()
     node.run(link, ["true"])
-    assert survey(node) == [node.workflow]
+    assert survey_uuids(node) == [node.workflow]
     for name in ("datasets", "checkpoints", ".trash", "blobs"):
         with pytest.raises(AgentError, match="is not the uuid of a workflow"):
             link.request("clean", workflow=name, keep_output=False)
-    assert link.request("clean", workflow=OTHERS_UUID, keep_output=False) == {"freed_bytes": 0}
+    assert link.request("clean", workflow=FOREIGN_UUID, keep_output=False) == {"freed_bytes": 0}
     wait_until(lambda: not link.request("reap", dry_run=True)["settled"])
-    wait_until(lambda: "conflict" not in outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
-    done = wait_until(lambda: None if "conflict" in (one := outcome(node, "uninstall")) else one, 20)
+    wait_until(lambda: "conflict" not in request_outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
+    done = wait_until(lambda: None if "conflict" in (one := request_outcome(node, "uninstall")) else one, 20)
     assert not node.root.exists()
-    assert snapshot(node.top) == mine, done
+    assert snapshot(node.top) == user_files, done
 
 
-def outcome(node: NodeUnderTest, op: Operation, **fields: Any) -> str:
+def request_outcome(node: NodeUnderTest, op: Operation, **fields: Any) -> str:
+    """Return the answer as JSON, or the kind of the error."""
     try:
         return json.dumps(node.connect().request(op, **fields))
     except AgentError as error:
         return error.kind
 
 
-def test_a_directory_of_a_uuids_name_without_our_marker_is_left_alone(node: NodeUnderTest) -> None:
-    theirs = node.root / OTHERS_UUID / "g" / "t" / "0" / "data.csv"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("1,2,3")
-    assert survey(node) == []
-    outcome(node, "clean", workflow=OTHERS_UUID, keep_output=False)
-    said = json.loads(outcome(node, "uninstall"))
-    assert theirs.read_text() == "1,2,3"
-    assert f"{node.root / OTHERS_UUID}: it does not belong to distflow" in said["left"]
+def test_a_directory_named_like_a_workflow_without_a_marker_is_kept(node: NodeUnderTest) -> None:
+    foreign_file = node.root / FOREIGN_UUID / "g" / "t" / "0" / "data.csv"
+    foreign_file.parent.mkdir(parents=True)
+    foreign_file.write_text("1,2,3")
+    assert survey_uuids(node) == []
+    request_outcome(node, "clean", workflow=FOREIGN_UUID, keep_output=False)
+    answer = json.loads(request_outcome(node, "uninstall"))
+    assert foreign_file.read_text() == "1,2,3"
+    assert f"{node.root / FOREIGN_UUID}: it does not belong to distflow" in answer["left"]
 
 
 def test_two_first_connections_may_create_the_directory_at_the_same_time(fresh_node: NodeUnderTest) -> None:
@@ -117,7 +118,7 @@ def test_two_first_connections_may_create_the_directory_at_the_same_time(fresh_n
     other.join()
 
 
-def test_a_directory_in_our_place_that_is_not_ours_is_refused(fresh_node: NodeUnderTest) -> None:
+def test_a_foreign_directory_in_place_of_the_private_one_is_refused(fresh_node: NodeUnderTest) -> None:
     (fresh_node.root / MARKER).unlink()
     (fresh_node.root / "thesis.tex").write_text("mine")
     with pytest.raises(BootstrapFailed, match="contains files of other programs") as caught:
@@ -131,7 +132,7 @@ def test_a_directory_in_our_place_that_is_not_ours_is_refused(fresh_node: NodeUn
     fresh_node.connect().request("ping")
 
 
-def test_a_link_in_our_place_is_not_followed(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_private_directory_is_not_followed(node: NodeUnderTest, tmp_path: Path) -> None:
     shutil.rmtree(node.root)
     (tmp_path / "precious").mkdir()
     node.root.symlink_to(tmp_path / "precious")
@@ -143,7 +144,7 @@ def test_a_link_in_our_place_is_not_followed(node: NodeUnderTest, tmp_path: Path
 @needs_root
 @pytest.mark.parametrize("place", ["root", "private", "runtime", "hash"])
 def test_nothing_is_imported_from_a_directory_of_another_user(fresh_node: NodeUnderTest, tmp_path: Path, place: str) -> None:
-    """Another user made it first, open to all, with a runtime of his own in it."""
+    """Another user created the directory first, writable for all, with another runtime in it."""
     trap = tmp_path / "trap"
     home = fresh_node.root / "runtime" / RUNTIME.digest
     package = home / "distflow" / "runtime"
@@ -157,27 +158,29 @@ def test_nothing_is_imported_from_a_directory_of_another_user(fresh_node: NodeUn
     modules = marshal.dumps({"distflow": (True, code)})
     compiled = home / f"distflow.runtime.agent.server.{importlib.util.MAGIC_NUMBER.hex()}"
     compiled.write_bytes(zlib.crc32(modules).to_bytes(4, "big") + modules)
-    chosen = {"root": fresh_node.top, "private": fresh_node.root, "runtime": fresh_node.root / "runtime", "hash": home}[place]
-    os.chown(chosen, NOBODY, NOBODY)
-    chosen.chmod(0o777)
-    if place == "hash":  # the files in it are those of another user; they are replaced
+    directory = {"root": fresh_node.top, "private": fresh_node.root, "runtime": fresh_node.root / "runtime", "hash": home}[
+        place
+    ]
+    os.chown(directory, OTHER_USER_ID, OTHER_USER_ID)
+    directory.chmod(0o777)
+    if place == "hash":  # the runtime of the other user is replaced
         fresh_node.connect().request("ping")
         assert home.stat().st_uid == os.getuid()
     else:
         with pytest.raises(BootstrapFailed, match="who could replace root's programs there") as caught:
             fresh_node.connect()
-        assert str(chosen) in caught.value.detail
+        assert str(directory) in caught.value.detail
         assert "`root:`" in caught.value.hint
     assert not trap.exists()
 
 
 @pytest.mark.parametrize("place", ["above", "root", "private"])
 def test_a_directory_that_others_may_write_to_is_refused(node: NodeUnderTest, place: str) -> None:
-    chosen = {"above": node.top.parent, "root": node.top, "private": node.root}[place]
-    chosen.chmod(0o777)
+    directory = {"above": node.top.parent, "root": node.top, "private": node.root}[place]
+    directory.chmod(0o777)
     with pytest.raises(BootstrapFailed, match="is writable by other users") as caught:
         node.connect()
-    assert f"chmod go-w {chosen}" in caught.value.hint
+    assert f"chmod go-w {directory}" in caught.value.hint
     node.top.parent.chmod(0o1777)  # as /tmp and /scratch are
     node.top.chmod(0o1777)
     node.root.chmod(0o755)
@@ -209,14 +212,14 @@ def test_a_damaged_runtime_is_repaired(node: NodeUnderTest, damage: str) -> None
 
 def test_a_module_that_is_damaged_after_its_check_is_not_imported(node: NodeUnderTest) -> None:
     """Later starts read the modules of the agent from one file, and check the others when they are imported."""
-    assert survey(node) == []
+    assert survey_uuids(node) == []
     home = node.root / "runtime" / RUNTIME.digest
     changed = home / "distflow" / "runtime" / "cleanup" / "cleaning.py"
     good = changed.read_bytes()
     changed.write_text("raise SystemExit('changed')")
     with pytest.raises(AgentError, match=f"files below {home} are damaged"):
         node.connect().request("survey")
-    assert survey(node) == []
+    assert survey_uuids(node) == []
     assert changed.read_bytes() == good
 
 
@@ -230,8 +233,8 @@ def test_an_agent_starts_although_its_compiled_modules_cannot_be_stored(node: No
     assert {path.name for path in home.iterdir()} == {"distflow", compiled.name}
 
 
-def test_a_task_leaves_the_runtime_as_it_is(node: NodeUnderTest) -> None:
-    """Sources that are added to it may make the next connection send and replace it."""
+def test_a_task_does_not_change_the_runtime(node: NodeUnderTest) -> None:
+    """If the task added files to the runtime, the next connection would replace it."""
     node.run(node.connect(), ["true"])
     home = node.root / "runtime" / RUNTIME.digest
     first = home.stat().st_ino
@@ -240,11 +243,11 @@ def test_a_task_leaves_the_runtime_as_it_is(node: NodeUnderTest) -> None:
 
 
 def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> None:
-    """The directories of the version before are used where they are; new attempts of the same workflow go to the new place."""
+    """Directories of the previous version stay where they are. New attempts of the same workflow use the private directory."""
     blob = node.stage(b"kept")
     node.run(node.connect(), ["true"])
-    make_like_before(node)
-    mine = users_files(node)
+    convert_to_old_layout(node)
+    user_files = write_user_files(node)
     attempt, old = f"{node.workflow}/g/running/0", node.top / f"{node.workflow}/g/running/0"
     runner = attempts.create(str(node.top), {"attempt": attempt, "start_timeout_s": 60}, 0o22)
     (node.top / node.workflow / MARKER).unlink()
@@ -265,7 +268,7 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
         link.request("uninstall")
     assert link.request("stage", blobs=[{"hash": blob, "size": 4}])["missing"] == []
     (node.top / "go").touch()
-    assert node.end(attempt)["exit_code"] == 3
+    assert node.await_end(attempt)["exit_code"] == 3
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     os.waitpid(runner, 0)
     assert link.request("hello", watch=[attempt])["attempts"][attempt]["end"]["exit_code"] == 3
@@ -278,54 +281,54 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
     node.lease(link, following)
     assert (node.root / following).is_dir()
     link.request("stop", attempt=following, grace_s=0, why="")
-    node.end(following)
-    assert survey(node) == [node.workflow]
+    node.await_end(following)
+    assert survey_uuids(node) == [node.workflow]
     known = link.request("recall", known=[])["workflows"]
     assert [(one["uuid"], sorted(a["directory"] for a in one["attempts"])) for one in known] == [
         (node.workflow, sorted([str(node.root / following), str(old), str(node.top / node.workflow / "g/t1/0")]))
     ]
-    wait_until(lambda: "conflict" not in outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
+    wait_until(lambda: "conflict" not in request_outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
     assert not (node.top / node.workflow).exists()
     assert not (node.root / node.workflow).exists()
     (node.top / "go").unlink()
-    assert {name: (node.top / name).read_bytes() for name in mine} == mine
+    assert {name: (node.top / name).read_bytes() for name in user_files} == user_files
 
 
 def test_uninstall_removes_only_provably_own_files_of_an_earlier_version(node: NodeUnderTest) -> None:
     link = node.connect()
     node.run(link, ["true"])
-    blob = node.stage(b"a blob of the version before")
-    (node.root / "blobs" / f"{'c' * 64}").write_bytes(b"without our mark")
+    blob = node.stage(b"a blob of the previous version")
+    (node.root / "blobs" / f"{'c' * 64}").write_bytes(b"without a mark")
     wait_until(lambda: not link.request("reap", dry_run=True)["settled"])
     link.close()
-    make_like_before(node)
+    convert_to_old_layout(node)
     before = node.top / "blobs" / blob
     assert before.exists()
-    said = wait_until(lambda: None if "conflict" in (one := outcome(node, "uninstall")) else json.loads(one), 20)
+    answer = wait_until(lambda: None if "conflict" in (one := request_outcome(node, "uninstall")) else json.loads(one), 20)
     assert not node.root.exists()
     assert not (node.top / node.workflow).exists()
     assert not (node.top / "runtime").exists()
     assert list(snapshot(node.top)) == [f"blobs/{'c' * 64}"]
-    assert said["left"] == [
+    assert answer["left"] == [
         f"{node.top}/blobs: an earlier version of distflow may have created it; check it, and remove it by hand"
     ]
 
 
-def test_a_copy_that_a_user_made_of_a_workflow_is_the_users(node: NodeUnderTest) -> None:
+def test_a_users_copy_of_a_workflow_is_not_cleaned(node: NodeUnderTest) -> None:
     node.run(node.connect(), ["true"])
     shutil.copytree(node.root / node.workflow, node.top / node.workflow, ignore=shutil.ignore_patterns("control"))
     copied = snapshot(node.top / node.workflow)
-    wait_until(lambda: "conflict" not in outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
+    wait_until(lambda: "conflict" not in request_outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
     assert not (node.root / node.workflow).exists()
     assert snapshot(node.top / node.workflow) == copied
 
 
-def test_ages_are_counted_by_the_clock_that_dates_the_files(node: NodeUnderTest) -> None:
+def test_the_age_of_a_workflow_is_measured_by_the_clock_of_its_file_system(node: NodeUnderTest) -> None:
     node.run(node.connect(), ["true"])
-    said = node.connect().request("survey")
-    (one,) = said["workflows"]
-    assert 0 <= said["now"] - one["modified_at"] < 60
-    assert abs(said["now"] - (node.root / MARKER).stat().st_mtime) < 60
+    answer = node.connect().request("survey")
+    (one,) = answer["workflows"]
+    assert 0 <= answer["now"] - one["modified_at"] < 60
+    assert abs(answer["now"] - (node.root / MARKER).stat().st_mtime) < 60
 
 
 def test_the_digest_covers_names_and_contents() -> None:

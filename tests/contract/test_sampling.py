@@ -1,4 +1,4 @@
-"""The sampler on a node: it records a running task, whatever happens to the agent, and ends with the task."""
+"""The sampler on a node: it records the resource usage of a running task without an agent, and ends with the task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def samples_of(node: NodeUnderTest, attempt: str) -> ResourceSamples | None:
     return read_samples(LogSource("t", 0, node.directory(attempt)))
 
 
-def sampler_of(node: NodeUnderTest, attempt: str) -> int:
+def find_sampler(node: NodeUnderTest, attempt: str) -> int:
     runner = node.state(attempt)["runner"]["pid"]
 
     def find() -> int | None:
@@ -39,33 +39,33 @@ def test_a_task_is_sampled_without_an_agent(node: NodeUnderTest) -> None:
     samples = wait_until(lambda: samples_of(node, attempt), 40, "a sample")
     assert samples.latest()["system/processes"] == 1
     assert samples.latest()["system/memory/usage"] >= 96 << 20
-    sampler = sampler_of(node, attempt)
+    sampler = find_sampler(node, attempt)
     node.connect().request("stop", attempt=attempt, grace_s=0, why="enough")
-    assert node.end(attempt)["signal"] in (signal.SIGTERM, signal.SIGKILL)
+    assert node.await_end(attempt)["signal"] in (signal.SIGTERM, signal.SIGKILL)
     wait_until(lambda: name_of(sampler) != "df-sampler", 20, "the end of the sampler")
 
 
 def test_the_end_of_the_sampler_does_not_end_the_task(node: NodeUnderTest) -> None:
     script = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
     attempt = node.start(node.connect(), [sys.executable, "-c", script])
-    sampler = sampler_of(node, attempt)
+    sampler = find_sampler(node, attempt)
     os.kill(sampler, signal.SIGKILL)
     wait_until(lambda: name_of(sampler) != "df-sampler" or not is_alive(sampler), 20, "the end of the sampler")
     (node.directory(attempt) / "work" / "go").touch()
-    assert node.end(attempt)["exit_code"] == 0
+    assert node.await_end(attempt)["exit_code"] == 0
 
 
 def test_the_sampler_ends_with_a_runner_that_was_killed(node: NodeUnderTest) -> None:
     attempt = node.start(node.connect(), TASK)
-    sampler = sampler_of(node, attempt)
+    sampler = find_sampler(node, attempt)
     os.kill(node.state(attempt)["runner"]["pid"], signal.SIGKILL)
-    assert node.end(attempt)["reason"] == "runner_died"
+    assert node.await_end(attempt)["reason"] == "runner_died"
     wait_until(lambda: name_of(sampler) != "df-sampler", 20, "the end of the sampler")
 
 
 def test_the_sampler_ends_with_a_keeper_that_was_killed(node: NodeUnderTest) -> None:
     attempt = node.start(node.connect(), TASK)
-    sampler = sampler_of(node, attempt)
+    sampler = find_sampler(node, attempt)
     os.kill(node.state(attempt)["keeper"]["pid"], signal.SIGKILL)
-    assert node.end(attempt)["reason"] == "keeper_died"
+    assert node.await_end(attempt)["reason"] == "keeper_died"
     wait_until(lambda: name_of(sampler) != "df-sampler", 20, "the end of the sampler")

@@ -1,4 +1,4 @@
-"""A connection that was cut does not end: its services on the node end by themselves, but not while the submitter is there."""
+"""A cut connection does not close, so services on the node end after silence. Keepalives prevent that on a working one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from distflow.transports.local import LocalTransport
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[NodeUnderTest]:
+def local_node(tmp_path: Path) -> Iterator[NodeUnderTest]:
+    """A node on this machine, without SSH."""
     made = NodeUnderTest(LocalTransport(), tmp_path)
     yield made
     made.close()
@@ -31,28 +32,28 @@ def here(tmp_path: Path) -> Iterator[NodeUnderTest]:
 
 @pytest.fixture
 def closing() -> Iterator[ExitStack]:
-    """Close what a test opens, also if it fails: pipes that stay open fail another test."""
+    """Close the connections of a test, also if it fails. Open pipes would fail another test."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.mark.slow
-def test_services_of_a_silent_connection_end(here: NodeUnderTest, closing: ExitStack) -> None:
+def test_services_of_a_silent_connection_end(local_node: NodeUnderTest, closing: ExitStack) -> None:
     def service(name: str, request: bytes, bundle: SourceArchive = RUNTIME) -> None:
-        opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=60, bundle=bundle)
+        opened = open_service(local_node.transport, str(local_node.top), sys.executable, name, timeout_s=60, bundle=bundle)
         closing.callback(opened.channel.close)
         opened.channel.write(request)
-        started.update(services())  # before the first ones end
+        started.update(services())  # before the first services end
 
     def services() -> set[int]:
         """All processes except the agent and those that it forks, which continue."""
-        return set(processes_with(str(here.top))) - set(processes_with("agent.server"))
+        return set(processes_with(str(local_node.top))) - set(processes_with("agent.server"))
 
-    link = here.connect()
-    running = here.start(link, ["sleep", "300"])
-    big = here.attempt()
-    (here.directory(big) / "output").mkdir(parents=True)
-    (here.directory(big) / "output" / "big").write_bytes(os.urandom(5_000_000))
+    link = local_node.connect()
+    running = local_node.start(link, ["sleep", "300"])
+    big = local_node.attempt()
+    (local_node.directory(big) / "output").mkdir(parents=True)
+    (local_node.directory(big) / "output" / "big").write_bytes(os.urandom(5_000_000))
     name = json.dumps({"attempt": big}).encode()
     session = json.dumps({"attempt": running, "argv": ["sleep", "300"]}).encode()
     started = set[int]()
@@ -67,26 +68,28 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest, closing: ExitS
         ("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # in the middle of a blob
         ("services.session", b""),
         ("services.session", FRAME.pack(len(session), REQUEST) + session),
-        # A command that takes no input, and more of it than is kept.
+        # A command that reads no input, with more input than the service buffers.
         ("services.session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
     ]
     for one, request in requests:
         service(one, request)
     service("node_service", b"", STORAGE)
     # Before the runtime has arrived.
-    argv = service_argv(str(here.top / "other"), sys.executable, "nonce", "services.session")
-    closing.callback(here.transport.open(argv).close)
+    argv = service_argv(str(local_node.top / "other"), sys.executable, "nonce", "services.session")
+    closing.callback(local_node.transport.open(argv).close)
 
-    def all_were_seen() -> bool:
+    def all_have_started() -> bool:
         started.update(services())
         return len(started) >= len(requests) + 2
 
-    wait_until(all_were_seen, 60, "a process for each service")
+    wait_until(all_have_started, 60, "a process for each service")
     wait_until(lambda: not started & services(), 120, "all services are gone")
-    assert here.record(running) is None
+    assert local_node.record(running) is None
 
 
-def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keepalives_do_not_disturb_transfers(
+    local_node: NodeUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream, "_KEEPALIVE_EVERY_S", 0.001)
     data = [os.urandom(3_000_000), b"", b"x" * 5_000_000, os.urandom(10)]
     blobs = []
@@ -94,23 +97,23 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
         path = tmp_path / str(number)
         path.write_bytes(content)
         blobs.append(Blob(digest=hashlib.sha256(content).hexdigest(), path=path, size=len(content), name="a file"))
-    for _ in range(2):  # the second time, all are there
-        send_blobs(here.transport, str(here.top), sys.executable, blobs, timeout_s=60)
-    assert [(here.root / "blobs" / blob.digest).read_bytes() for blob in blobs] == data
-    attempt = here.attempt()
-    (here.directory(attempt) / "output").mkdir(parents=True)
-    (here.directory(attempt) / "output" / "big").write_bytes(data[0])
+    for _ in range(2):  # the second time, the node has all blobs
+        send_blobs(local_node.transport, str(local_node.top), sys.executable, blobs, timeout_s=60)
+    assert [(local_node.root / "blobs" / blob.digest).read_bytes() for blob in blobs] == data
+    attempt = local_node.attempt()
+    (local_node.directory(attempt) / "output").mkdir(parents=True)
+    (local_node.directory(attempt) / "output" / "big").write_bytes(data[0])
     (tmp_path / "fetched").mkdir()
     for place in (None, "output"):
         fetched = fetch_output(
-            here.transport, str(here.top), sys.executable, attempt, tmp_path / "fetched", place=place, timeout_s=20
+            local_node.transport, str(local_node.top), sys.executable, attempt, tmp_path / "fetched", place=place, timeout_s=20
         )
         assert (tmp_path / "fetched" / fetched.digest).stat().st_size == fetched.size > len(data[0])
 
 
-def test_a_blob_that_became_shorter_is_an_error(here: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_blob_that_became_shorter_is_an_error(local_node: NodeUnderTest, tmp_path: Path) -> None:
     path = tmp_path / "blob"
     path.write_bytes(b"short")
     blob = Blob(digest="0" * 64, path=path, size=1000, name="a file")
     with pytest.raises(OSError, match="the file was truncated"):
-        send_blobs(here.transport, str(here.top), sys.executable, [blob], timeout_s=60)
+        send_blobs(local_node.transport, str(local_node.top), sys.executable, [blob], timeout_s=60)

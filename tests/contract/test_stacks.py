@@ -27,20 +27,20 @@ waits_for_peer("a private value")
 TOOLS = str(Path(sys.executable).parent)
 
 
-def look(node: NodeUnderTest, attempt: str, path: str = TOOLS) -> dict[str, Any]:
+def get_stacks(node: NodeUnderTest, attempt: str, path: str = TOOLS) -> dict[str, Any]:
     return dict(node.connect().request("stacks", attempt=attempt, env={}, path_prepend=[path], timeout_s=60))
 
 
-def test_python_processes_tell_where_they_are(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_stacks_of_python_processes_are_reported(node: NodeUnderTest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    shell = ["sh", "-c", f"RANK=1 LOCAL_RANK=0 {sys.executable} {tmp_path}/train.py; true"]
-    attempt = node.start(node.connect(), shell)
+    command = ["sh", "-c", f"RANK=1 LOCAL_RANK=0 {sys.executable} {tmp_path}/train.py; true"]
+    attempt = node.start(node.connect(), command)
     wait_until(lambda: "there" in node.output(attempt), 20)
-    seen = look(node, attempt)
-    assert seen["tool"] == f"{TOOLS}/py-spy"
-    shell_one, python = sorted(seen["processes"], key=lambda one: bool(one["is_python"]))
-    assert (shell_one["name"], shell_one["is_python"], shell_one["threads"]) == ("sh", False, None)
-    assert (python["ranks"], python["state"], python["parent"]) == ({"RANK": 1, "LOCAL_RANK": 0}, "S", shell_one["pid"])
+    report = get_stacks(node, attempt)
+    assert report["tool"] == f"{TOOLS}/py-spy"
+    shell_process, python = sorted(report["processes"], key=lambda one: bool(one["is_python"]))
+    assert (shell_process["name"], shell_process["is_python"], shell_process["threads"]) == ("sh", False, None)
+    assert (python["ranks"], python["state"], python["parent"]) == ({"RANK": 1, "LOCAL_RANK": 0}, "S", shell_process["pid"])
     assert python["error"] is None
     frames = python["threads"][0]["frames"]
     assert [(one["function"], os.path.basename(one["file"])) for one in frames] == [
@@ -48,19 +48,19 @@ def test_python_processes_tell_where_they_are(node: NodeUnderTest, tmp_path: Pat
         ("<module>", "train.py"),
     ]
     assert frames[0]["line"] == 6
-    assert seen["heartbeat_age_s"] is None
+    assert report["heartbeat_age_s"] is None
     (node.directory(attempt) / "heartbeat").touch()
-    assert 0 <= look(node, attempt)["heartbeat_age_s"] < 60
-    assert "a private value" not in str(seen)
+    assert 0 <= get_stacks(node, attempt)["heartbeat_age_s"] < 60
+    assert "a private value" not in str(report)
 
 
-def test_without_the_tool_there_is_the_kernels_word(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_process_that_is_not_python_has_a_state_and_no_stack(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.start(node.connect(), ["sleep", "600"])
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "py-spy").symlink_to("/bin/false")
-    seen = look(node, attempt, str(tmp_path / "bin"))
-    assert seen["tool"] == str(tmp_path / "bin" / "py-spy")
-    (one,) = seen["processes"]
+    report = get_stacks(node, attempt, str(tmp_path / "bin"))
+    assert report["tool"] == str(tmp_path / "bin" / "py-spy")
+    (one,) = report["processes"]
     assert (one["name"], one["state"], one["threads"], one["error"]) == ("sleep", "S", None, None)
 
 
@@ -70,15 +70,15 @@ def test_a_failing_tool_is_reported_with_its_message(node: NodeUnderTest, tmp_pa
     wait_until(lambda: "there" in node.output(attempt), 20)
     tool = tmp_path / "bin" / "py-spy"
     tool.parent.mkdir()
-    for script, words in (
+    for script, message in (
         ("echo 'Error: Permission Denied: Try running again' >&2; exit 1", "Error: Permission Denied: Try running again"),
         ("echo rubbish", "py-spy's output cannot be parsed"),
         ("exit 3", "py-spy failed"),
     ):
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
-        (one,) = look(node, attempt, str(tool.parent))["processes"]
-        assert (one["threads"], one["error"]) == (None, words)
+        (one,) = get_stacks(node, attempt, str(tool.parent))["processes"]
+        assert (one["threads"], one["error"]) == (None, message)
 
 
 RANK = """
@@ -108,7 +108,7 @@ reduces()
 
 def test_ranks_write_their_stacks_themselves_and_no_other_process_is_signaled(node: NodeUnderTest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK)
-    # A plain process, one that ends at the signal and does not hold the file, one that does not catch it: all would die.
+    # SIGUSR1 would end the others: `plain` and `open` do not handle it, and `left` exits and has closed the file.
     kinds = ("rank", "plain", "left", "open")
     lines = "; ".join(f"{sys.executable} {tmp_path}/train.py {kind} & echo {kind} $!" for kind in kinds)
     attempt = node.start(node.connect(), ["sh", "-c", f"{lines}; wait"])
@@ -118,10 +118,10 @@ def test_ranks_write_their_stacks_themselves_and_no_other_process_is_signaled(no
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "py-spy").symlink_to("/bin/false")
     for _ in range(2):
-        seen = {one["pid"]: one for one in look(node, attempt, str(tmp_path / "bin"))["processes"]}
-        assert [seen[pids[kind]]["threads"] is not None for kind in kinds] == [True, False, False, False]
-        assert seen[pids["rank"]]["error"] is None
-        threads = {one["name"]: one["frames"] for one in seen[pids["rank"]]["threads"]}
+        processes = {one["pid"]: one for one in get_stacks(node, attempt, str(tmp_path / "bin"))["processes"]}
+        assert [processes[pids[kind]]["threads"] is not None for kind in kinds] == [True, False, False, False]
+        assert processes[pids["rank"]]["error"] is None
+        threads = {one["name"]: one["frames"] for one in processes[pids["rank"]]["threads"]}
         assert [(one["function"], one["line"]) for one in threads["MainThread"]] == [("reduces", 19), ("<module>", 22)]
         assert threads["MainThread"][0]["file"] == f"{tmp_path}/train.py"
         (other,) = [frames for name, frames in threads.items() if name != "MainThread"]
@@ -130,10 +130,10 @@ def test_ranks_write_their_stacks_themselves_and_no_other_process_is_signaled(no
     assert node.record(attempt) is None
 
 
-def test_an_attempt_that_does_not_run_has_none(node: NodeUnderTest) -> None:
+def test_stacks_of_an_attempt_that_does_not_run_are_refused(node: NodeUnderTest) -> None:
     attempt = node.start(node.connect(), ["true"])
-    node.end(attempt)
+    node.await_end(attempt)
     for name in (attempt, node.attempt()):
         with pytest.raises(AgentError) as caught:
-            look(node, name)
+            get_stacks(node, name)
         assert caught.value.kind == "not_running"

@@ -1,4 +1,4 @@
-"""The store's contract: one transaction each, numbers without gaps, errors of one kind, tolerance to its own past."""
+"""The store: atomic operations, numbers without gaps, errors of one kind, and stores of other versions."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield made
 
 
-def told(record_uuid: str, text: str) -> EventRecord:
+def message_event(record_uuid: str, text: str) -> EventRecord:
     return EventRecord(at=T0, details=Message(text=text), workflow=record_uuid)
 
 
-def test_writers_at_once_number_without_gaps_or_repetition(tmp_path: Path) -> None:
+def test_concurrent_writers_number_workflows_without_gaps_or_repetition(tmp_path: Path) -> None:
     # The file is new for all of them, so its creation is part of the race.
     path = tmp_path / "store.sqlite3"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -59,11 +59,11 @@ def test_writers_at_once_number_without_gaps_or_repetition(tmp_path: Path) -> No
         subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(EACH)], stdout=subprocess.PIPE, env=environment)
         for _ in range(WRITERS)
     ]
-    said = [writer.communicate()[0].decode().split() for writer in writers]
+    printed = [writer.communicate()[0].decode().split() for writer in writers]
     assert [writer.returncode for writer in writers] == [0] * WRITERS
-    assert sorted(int(one.rpartition("-")[2]) for ids in said for one in ids) == list(range(1, WRITERS * EACH + 1))
+    assert sorted(int(one.rpartition("-")[2]) for ids in printed for one in ids) == list(range(1, WRITERS * EACH + 1))
     with Store(path) as store:
-        assert {record.id for record in store.list(count=100)} == {one for ids in said for one in ids}
+        assert {record.id for record in store.list(count=100)} == {one for ids in printed for one in ids}
 
 
 def test_numbers_are_counted_for_each_name(store: Store) -> None:
@@ -82,7 +82,7 @@ def test_stored_workflows_are_found_by_id_and_uuid(store: Store) -> None:
     assert store.ids() == {record.uuid: "digits-1"}
 
 
-def test_a_name_is_its_latest_run_and_a_dash_the_latest_workflow(store: Store) -> None:
+def test_a_name_finds_its_latest_run_and_a_dash_the_latest_workflow(store: Store) -> None:
     for number, name in enumerate(["a", "a", "a-1", "b"]):
         submit(store, workflow(name=name, number=number, at=float(number)))
     assert [store.find(key).id for key in ("a", "a-1", "b", "-")] == ["a-2", "a-1", "b-1", "b-1"]
@@ -102,10 +102,10 @@ def test_records_and_events_are_saved_together_or_not_at_all(store: Store) -> No
     record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
     after = replace(record, state=WorkflowState.FAILED, groups=(failed_group(),))
     with pytest.raises(StateError):
-        store.save([after], [told(record.uuid, "fine"), replace(told(record.uuid, "no time"), at=object())])  # type: ignore[arg-type]
+        store.save([after], [message_event(record.uuid, "fine"), replace(message_event(record.uuid, "no time"), at=object())])  # type: ignore[arg-type]
     assert store.find(record.id) == record
     assert store.events(record.uuid) == ()
-    store.save([after], [told(record.uuid, "fine")])
+    store.save([after], [message_event(record.uuid, "fine")])
     assert store.find(record.id) == after
     assert [event.text for event in store.events(record.uuid)] == ["fine"]
 
@@ -115,7 +115,7 @@ def test_events_continue_after_the_readers_last_one(store: Store) -> None:
     other = submit(store, workflow(number=2), events=[("elsewhere", None)])
     first = store.events(record.uuid)
     assert [(event.text, event.task) for event in first] == [("one", None), ("two", "worker")]
-    store.save([], [told(record.uuid, "three"), told(other.uuid, "elsewhere")])
+    store.save([], [message_event(record.uuid, "three"), message_event(other.uuid, "elsewhere")])
     assert [event.text for event in store.events(record.uuid, after=first[-1].sequence)] == ["three"]
 
 
@@ -124,7 +124,7 @@ def test_any_answer_of_a_node_can_be_stored(store: Store) -> None:
     group = failed_group()
     end = End(ended_at=T0, error={"message": "half of a pair: \ud83d", "loss": float("nan")})
     ended = replace(group.tasks[0], end=end, message="a file's name: \udcff")
-    store.save([replace(record, groups=(group.with_task(ended),))], [told(record.uuid, "ended: \udcff")])
+    store.save([replace(record, groups=(group.with_task(ended),))], [message_event(record.uuid, "ended: \udcff")])
     kept = store.find(record.uuid).groups[0].task(ended.name)
     assert kept.message == "a file's name: ?"
     assert kept.end == replace(end, error={"message": "half of a pair: ?", "loss": None})
@@ -134,24 +134,24 @@ def test_any_answer_of_a_node_can_be_stored(store: Store) -> None:
 def test_progress_does_not_undo_a_request_to_cancel(store: Store) -> None:
     record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
     request = CancelRequest(at=T0, by="bob", message="wrong data")
-    store.request_cancel(record.uuid, request, told(record.uuid, "bob asked for its end"))
-    # The supervisor has not seen it when it saves.
+    store.request_cancel(record.uuid, request, message_event(record.uuid, "bob asked for its end"))
+    # The supervisor has not read the request when it saves.
     store.save([record], [])
     assert store.find(record.id).cancel == request
-    store.request_cancel(record.uuid, replace(request, force=True), told(record.uuid, "again"))
+    store.request_cancel(record.uuid, replace(request, force=True), message_event(record.uuid, "again"))
     found = store.find(record.id).cancel
     assert found is not None
     assert found.force
 
 
-def test_a_second_stop_keeps_the_force_and_the_deadline_of_the_first(store: Store) -> None:
+def test_a_second_cancel_request_keeps_the_force_and_the_time_of_the_first(store: Store) -> None:
     record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
     for request in (CancelRequest(at=T0, by="bob", force=True), CancelRequest(at=T0 + 50.0, by="eve", message="mine, too")):
-        store.request_cancel(record.uuid, request, told(record.uuid, "asked for its end"))
+        store.request_cancel(record.uuid, request, message_event(record.uuid, "asked for its end"))
     assert store.find(record.id).cancel == CancelRequest(at=T0, by="eve", message="mine, too", force=True)
 
 
-def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
+def test_a_workflow_is_unfinished_until_its_logs_are_complete(store: Store) -> None:
     assert not store.has_unfinished()
     waits = replace(completed_group(), tasks=(task("master"), task("worker", log_complete=False)))
     record = submit(store, workflow([waits]))
@@ -161,7 +161,7 @@ def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
     assert not store.has_unfinished()
 
 
-def test_possible_orphans_on_a_lost_node_are_recorded_without_a_supervisor(store: Store) -> None:
+def test_possible_orphans_on_a_lost_node_are_listed_but_need_no_supervisor(store: Store) -> None:
     group = completed_group()
     lost = replace(group.tasks[-1], orphan=OrphanState.UNREACHABLE)
     record = submit(store, workflow([replace(group, tasks=(*group.tasks[:-1], lost))]))
@@ -225,12 +225,12 @@ def test_tags_are_removed_before_others_are_added(store: Store) -> None:
     assert store.tag(record.uuid, add=["a"], remove=["a", "b", "never there"]) == ("a",)
     assert store.find(record.id).tags == ("a",)
     assert store.tags() == {"a": 1}
-    # The supervisor's saving knows nothing of tags, and undoes none.
+    # When the supervisor saves a record, the tags stay.
     store.save([record], [])
     assert store.find(record.id).tags == ("a",)
 
 
-def test_a_store_of_the_first_format_reads_well(tmp_path: Path) -> None:
+def test_a_store_of_the_first_format_is_migrated(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     with Store(path) as store:
         old = submit(store, workflow([completed_group()], warnings=["w"]))
@@ -238,7 +238,7 @@ def test_a_store_of_the_first_format_reads_well(tmp_path: Path) -> None:
     columns = [str(row[1]) for row in _read(path, "PRAGMA table_info(workflows)") if row[1] not in added]
     documents = "workflow, template, spec, plan, pool"
     with sqlite3.connect(path) as db:
-        # What the first version made: its tables and columns, and its number.
+        # The tables, columns and version number of the first version.
         db.executescript(f"""
             DROP TABLE tags; DROP TABLE notices;
             DROP INDEX workflows_with_strays; DROP INDEX workflows_unfinished; DROP INDEX workflows_by_time;
@@ -312,8 +312,8 @@ def test_a_file_that_is_not_a_store_is_an_error_with_a_remedy(tmp_path: Path) ->
         Store(path)
 
 
-def torn(path: Path) -> None:
-    """A store with some workflows of which a disk lost pages: it opens, and reading it fails."""
+def write_damaged_store(path: Path) -> None:
+    """Write a store with damaged pages. It can be opened, and reading it fails."""
     with Store(path) as store:
         for _ in range(40):
             submit(store, replace(workflow([completed_group()]), uuid=str(uuid.uuid4())))
@@ -325,7 +325,7 @@ def torn(path: Path) -> None:
 def test_a_damaged_store_is_reported_and_set_aside_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     for name in ("broken-2026-11-21", "broken-2026-11-21-2"):
-        torn(path)
+        write_damaged_store(path)
         before = path.read_bytes()
         with pytest.raises(StoreBroken, match=r"damaged.*\n.*workflow adopt"), Store(path) as store:
             store.list()
@@ -358,7 +358,7 @@ def test_a_read_only_store_is_read_including_the_last_write(tmp_path: Path, monk
     path = tmp_path / "store.sqlite3"
     with Store(path) as other:
         record = submit(other, workflow([completed_group()]))
-        # Not yet in the file itself: its last connection would carry it over.
+        # The last write is not in the file itself until the last connection closes.
         assert Path(f"{path}-wal").stat().st_size > 0
         may = os.access
         monkeypatch.setattr(os, "access", lambda one, mode: not mode & os.W_OK and may(one, mode))
@@ -389,7 +389,7 @@ def test_a_read_is_a_consistent_snapshot(tmp_path: Path, read: Callable[[Store],
         assert reader.find(before.id) == after
 
 
-def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:
+def test_an_incomplete_record_is_reported_as_unreadable(store: Store) -> None:
     record = submit(store, workflow([completed_group()]))
     store._db.execute("UPDATE groups SET record = ?", (b'{"name": "tra',))
     with pytest.raises(RecordUnreadable, match="cannot be read"):
@@ -428,7 +428,7 @@ def test_the_file_is_for_its_owner_alone(store: Store) -> None:
     assert store.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_locked_store_has_a_hint_that_helps(store: Store) -> None:
+def test_the_error_of_a_locked_store_has_a_hint(store: Store) -> None:
     store._db.execute("PRAGMA busy_timeout = 0")
     with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""The contracts of ``transports.base``, checked on every transport."""
+"""The contract of transports (``transports.base``), for every transport."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_all(channel: Channel) -> bytes:
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 255])
-def test_every_exit_code_is_an_answer(transport: Transport, code: int) -> None:
+def test_every_exit_code_is_returned(transport: Transport, code: int) -> None:
     done = transport.run(["sh", "-c", f"echo out; echo err >&2; exit {code}"], timeout_s=60)
     assert (done.exit_code, done.stdout, done.stderr) == (code, b"out\n", b"err\n")
 
@@ -68,7 +68,7 @@ def test_a_program_that_does_not_exist_exits_with_127(transport: Transport) -> N
     assert b"/no/such/program" in done.stderr
 
 
-def test_a_signal_is_128_and_its_number(transport: Transport) -> None:
+def test_a_signal_gives_exit_code_128_plus_its_number(transport: Transport) -> None:
     assert transport.run(["sh", "-c", "kill -9 $$"], timeout_s=60).exit_code == 137
 
 
@@ -86,10 +86,10 @@ def test_megabytes_in_every_direction_never_block(transport: Transport) -> None:
     assert done.stderr == data
 
 
-def test_a_command_that_is_too_slow_names_its_node_and_is_stopped(transport: Transport, marker: str) -> None:
+def test_a_command_past_its_timeout_is_stopped_and_the_error_names_its_node(transport: Transport, marker: str) -> None:
     with pytest.raises(NodeUnreachable, match=transport.name):
         transport.run(["sh", "-c", "sleep 60; :", marker], timeout_s=0.3)
-    wait_until(lambda: not processes_with(marker), what="the slow command is gone")
+    wait_until(lambda: not processes_with(marker), what="the command is gone")
 
 
 def test_a_channel_carries_bytes_both_ways_until_the_end(transport: Transport) -> None:
@@ -109,7 +109,7 @@ def test_a_channel_of_a_program_that_does_not_exist_is_at_its_end(transport: Tra
     channel.close()
 
 
-def test_a_channel_knows_how_its_command_ended(transport: Transport) -> None:
+def test_a_channel_has_the_exit_code_of_its_command(transport: Transport) -> None:
     channel = transport.open(["sh", "-c", "read x; exit 7"])
     codes = [channel.exit_code]
     channel.write(b"go\n")
@@ -118,7 +118,7 @@ def test_a_channel_knows_how_its_command_ended(transport: Transport) -> None:
     channel.close()
 
 
-def test_stderr_is_drained_unasked_and_complete_at_the_end(transport: Transport) -> None:
+def test_stderr_is_drained_in_the_background_and_its_tail_is_kept(transport: Transport) -> None:
     code = "import sys; sys.stderr.write('x' * 3_000_000 + 'last line'); sys.stderr.flush(); print('done')"
     channel = transport.open([sys.executable, "-c", code])
     assert read_all(channel) == b"done\n"
@@ -145,16 +145,16 @@ def test_writes_of_several_threads_stay_whole(transport: Transport) -> None:
 @pytest.mark.parametrize("blocked_in", ["read", "write"])
 def test_close_frees_a_thread_that_is_blocked(transport: Transport, blocked_in: str) -> None:
     channel = transport.open(["sh", "-c", "read word; :"])
-    outcome: list[object] = []
+    results: list[object] = []
 
     def block() -> None:
         try:
             if blocked_in == "read":
-                outcome.append(channel.read())
+                results.append(channel.read())
             else:
                 channel.write(b"x" * 50_000_000)
         except NodeUnreachable as error:
-            outcome.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=block)
     thread.start()
@@ -164,21 +164,21 @@ def test_close_frees_a_thread_that_is_blocked(transport: Transport, blocked_in: 
     channel.close()
     thread.join(20)
     assert not thread.is_alive()
-    assert outcome == [b""] or isinstance(outcome[0], NodeUnreachable)
+    assert results == [b""] or isinstance(results[0], NodeUnreachable)
 
 
-def test_writing_to_a_command_that_has_ended_says_so(transport: Transport) -> None:
+def test_writing_to_an_ended_command_raises_an_error(transport: Transport) -> None:
     channel = transport.open(["true"])
     assert channel.read() == b""
 
-    def refused() -> bool:
+    def is_refused() -> bool:
         try:
             channel.write(b"x" * 100_000)
         except NodeUnreachable:
             return True
         return False
 
-    wait_until(refused)
+    wait_until(is_refused)
     channel.close()
 
 

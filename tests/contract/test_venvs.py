@@ -1,6 +1,6 @@
-"""Python environments are built on a node once, and a build that fails, hangs or is killed leaves none behind.
+"""Building Python environments on a node: each is built once, and a build that fails, hangs or is killed leaves none.
 
-A script in the place of uv makes the environments, so that a test takes no seconds. `scenarios/test_venvs.py` uses pip.
+A script in place of uv creates the environments, which takes no seconds. `scenarios/test_venvs.py` uses pip.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Builder:
         self.calls = folder / "calls"
         self._bin = folder / "bin"
         self._bin.mkdir()
-        self.install_by("true")
+        self.set_install_script("true")
         self.progress: list[str] = []
 
-    def install_by(self, script: str) -> None:
+    def set_install_script(self, script: str) -> None:
         """Let ``uv pip install`` run a script."""
         uv = self._bin / "uv"
         uv.write_text(FAKE_UV.format(calls=self.calls, install=script))
         uv.chmod(0o755)
 
     def build(self, digest: str = DIGEST, **fields: Any) -> str:
-        """Build, and return the tool; empty if the environment was there."""
+        """Build the environment, and return the tool; empty if it already existed."""
         request = {
             "venv": digest, "file": "requirements.txt", "lines": ["torch==2.4"], "constraints": ["numpy<2"],
             "env": {"UV_DEFAULT_INDEX": "https://host/simple"},
@@ -100,18 +100,18 @@ def builder(node: NodeUnderTest, tmp_path: Path) -> Builder:
     return Builder(node, tmp_path)
 
 
-def waits_for(path: Path, marker: str) -> str:
-    """A script that says that it runs, and waits for a file."""
-    return f"{leaves(path)}; echo $$ > {path}.pid; echo installing {marker}; while [ ! -e {path} ]; do sleep 0.05; done"
+def print_and_wait_for(path: Path, marker: str) -> str:
+    """A script that leaves a process, prints a line, and waits for a file."""
+    return f"{leave_process(path)}; echo $$ > {path}.pid; echo installing {marker}; while [ ! -e {path} ]; do sleep 0.05; done"
 
 
-def leaves(path: Path) -> str:
+def leave_process(path: Path) -> str:
     """A script that starts a process in another session."""
     return f"setsid sh -c 'echo $$ > {path}.left; exec sleep 300' & while [ ! -s {path}.left ]; do sleep 0.02; done"
 
 
-def is_left(path: Path) -> bool:
-    """Whether the process of ``leaves`` is alive."""
+def is_left_process_alive(path: Path) -> bool:
+    """Whether the process of ``leave_process`` is alive."""
     return is_alive(int(Path(f"{path}.left").read_text()))
 
 
@@ -129,20 +129,20 @@ def test_an_environment_is_built_once_and_used_by_tasks(
     assert calls[0].startswith("venv --no-project --python ")
     assert calls[1:] == [f"pip install --python {env}/bin/python -r requirements.txt -c constraints.txt"]
     assert (builder.directory.stat().st_mode & 0o777, builder.directory.parent.stat().st_mode & 0o777) == (0o700, 0o700)
-    end, said = node.run(link, ["sh", "-c", "command -v python; echo $VIRTUAL_ENV"], lease={"venv": DIGEST}, venv=DIGEST)
-    assert (end["exit_code"], said) == (0, f"{env}/bin/python\n{env}\n")
+    end, output = node.run(link, ["sh", "-c", "command -v python; echo $VIRTUAL_ENV"], lease={"venv": DIGEST}, venv=DIGEST)
+    assert (end["exit_code"], output) == (0, f"{env}/bin/python\n{env}\n")
     # While a task runs, the environment stays.
     task = node.start(link, ["sleep", "60"], lease={"venv": DIGEST}, venv=DIGEST)
     (found,) = link.request("survey")["venvs"]
     assert (found["file"], found["in_use"]) == ("requirements.txt", True)
     with pytest.raises(AgentError, match="in use"):
         link.request("clean", venv=found["key"])
-    # Also for an agent with another interpreter, for which the packages are another environment.
+    # An agent with another interpreter, which has another environment for these packages, also reports that it is in use.
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert cleaning._survey_venvs(str(node.root)) == [found]
     monkeypatch.undo()
     link.request("stop", attempt=task, grace_s=0, why="")
-    node.end(task)
+    node.await_end(task)
     wait_until(lambda: not link.request("survey")["venvs"][0]["in_use"], 20)
     assert link.request("clean", venv=found["key"])["freed_bytes"] > 0
     assert list((node.root / venvs.VENVS).iterdir()) == []
@@ -159,7 +159,7 @@ def test_other_packages_or_another_python_are_another_environment(tmp_path: Path
 
 
 def test_a_failed_build_ends_with_the_last_lines_and_leaves_nothing(builder: Builder) -> None:
-    builder.install_by("echo 'trying https://me:secret@host/simple'; echo 'no version of torch'; exit 3")
+    builder.set_install_script("echo 'trying https://me:secret@host/simple'; echo 'no version of torch'; exit 3")
     with pytest.raises(AgentError) as failed:
         builder.build()
     assert failed.value.kind == "venv_failed"
@@ -178,16 +178,16 @@ def test_a_password_is_hidden_wherever_the_shown_lines_begin(tmp_path: Path) -> 
 
 
 def test_a_build_that_takes_too_long_is_stopped(builder: Builder, tmp_path: Path) -> None:
-    builder.install_by(waits_for(tmp_path / "never", "torch"))
-    with pytest.raises(AgentError, match="installing torch") as late:
+    builder.set_install_script(print_and_wait_for(tmp_path / "never", "torch"))
+    with pytest.raises(AgentError, match="installing torch") as failed:
         builder.build(limit_s=1)
-    assert late.value.kind == "timeout"
+    assert failed.value.kind == "timeout"
     assert builder.is_gone
     assert not is_alive(int((tmp_path / "never.pid").read_text()))
 
 
 def test_a_second_builder_waits_for_the_first(builder: Builder, tmp_path: Path) -> None:
-    builder.install_by(waits_for(tmp_path / "go", "torch"))
+    builder.set_install_script(print_and_wait_for(tmp_path / "go", "torch"))
     tools: list[str] = []
     first = threading.Thread(target=lambda: tools.append(builder.build()))
     first.start()
@@ -204,8 +204,10 @@ def test_a_second_builder_waits_for_the_first(builder: Builder, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_worker", [True, False])
-def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: Path, *, is_worker: bool) -> None:
-    builder.install_by(waits_for(tmp_path / "never", "torch"))
+def test_an_environment_is_built_again_after_its_builder_was_killed(
+    builder: Builder, tmp_path: Path, *, is_worker: bool
+) -> None:
+    builder.set_install_script(print_and_wait_for(tmp_path / "never", "torch"))
     errors: list[BaseException] = []
 
     def build() -> None:
@@ -226,19 +228,19 @@ def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: P
     os.kill(worker.pid if is_worker else worker.ppid, signal.SIGKILL)
     thread.join(20)
     assert errors
-    wait_until(lambda: not is_alive(uv) and not is_left(tmp_path / "never"), 20)
+    wait_until(lambda: not is_alive(uv) and not is_left_process_alive(tmp_path / "never"), 20)
     wait_until(lambda: not is_alive(worker.pid), 20)
     assert builder.is_gone is not is_worker
     link = builder.node.connect()
     with pytest.raises(AgentError, match="is not on this node"):
         builder.node.lease(link, venv=DIGEST)
-    builder.install_by(leaves(tmp_path / "end"))
+    builder.set_install_script(leave_process(tmp_path / "end"))
     if is_worker:
         (builder.directory / "env" / "left").touch()
     assert builder.build() == "uv"
     assert not (builder.directory / "env" / "left").exists()
-    assert not is_left(tmp_path / "end")
-    builder.install_by("true")
+    assert not is_left_process_alive(tmp_path / "end")
+    builder.set_install_script("true")
     # A builder that was killed while it marked the directory.
     shutil.rmtree(builder.directory / "env")
     for path in builder.directory.iterdir():
@@ -247,7 +249,9 @@ def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: P
     assert builder.build() == "uv"
 
 
-def test_packages_are_on_the_disk_before_their_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_synced_before_their_environment_is_marked_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = {"venv": DIGEST, "file": "r", "lines": ["torch"], "constraints": [], "limit_s": 60}
     build = _Build(str(tmp_path), Peer(0, -1), 0o077, request)
     monkeypatch.setattr(build, "_commands", lambda: ("uv", []))
@@ -261,7 +265,7 @@ def test_packages_are_on_the_disk_before_their_environment_counts(tmp_path: Path
 
 
 def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> None:
-    builder.install_by(waits_for(tmp_path / "never", "torch"))
+    builder.set_install_script(print_and_wait_for(tmp_path / "never", "torch"))
 
     class Canceled(Exception):
         pass
@@ -285,33 +289,35 @@ def test_the_backend_reports_a_build_and_cancels_one(
     monkeypatch.setattr("distflow.backends.machines.backend.transport_of", lambda *_: node.transport)
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "UV_DEFAULT_INDEX": "https://host/simple"}
     one = Node(name="n", host="n", root=str(node.top), python=sys.executable, environment=environment)
-    seen: list[Observation] = []
+    observations: list[Observation] = []
     (tmp_path / "blobs").mkdir()
     pool = Pool(name="p", backend="ssh", nodes=(one,))
-    backend = MachinesBackend(pool, blobs=tmp_path / "blobs", sink=seen.append, logs=SimpleNamespace(has_room=lambda: True))
+    backend = MachinesBackend(
+        pool, blobs=tmp_path / "blobs", sink=observations.append, logs=SimpleNamespace(has_room=lambda: True)
+    )
     key = AttemptKey(workflow=node.workflow, group="g", task="t", attempt=0, node="n")
     venv = Requirements(file="requirements.txt", lines=("torch",))
 
     def await_one(kind: type[T]) -> T:
         def find() -> T | None:
-            return next((one for one in seen if isinstance(one, kind)), None)
+            return next((one for one in observations if isinstance(one, kind)), None)
 
         return wait_until(find, 20, kind.__name__)
 
     try:
         backend.connect([one])
         await_one(NodeUp)
-        builder.install_by(waits_for(tmp_path / "never", "\x1b[1mtorch"))
+        builder.set_install_script(print_and_wait_for(tmp_path / "never", "\x1b[1mtorch"))
         backend.build_venv(key, venv)
-        wait_until(lambda: any(isinstance(one, VenvProgress) and one.message == "installing torch" for one in seen), 20)
+        wait_until(lambda: any(isinstance(one, VenvProgress) and one.message == "installing torch" for one in observations), 20)
         backend.cancel_venv(key)
         wait_until(lambda: builder.is_gone, 20)
-        builder.install_by("exit 1")
+        builder.set_install_script("exit 1")
         backend.build_venv(key, venv)
         failed = await_one(VenvFailed)
         assert failed.is_final
         assert failed.message.startswith("n: cannot build the Python environment of requirements.txt: uv failed with")
-        builder.install_by("true")
+        builder.set_install_script("true")
         backend.build_venv(key, venv)
         built = await_one(VenvBuilt)
         assert built.tool == "uv"
@@ -329,9 +335,9 @@ def test_a_canceled_build_ends_while_its_node_hangs_and_a_waiting_one_never_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distflow.backends.machines.backend._BUILD_THREADS", 1)
-    seen: list[Observation] = []
+    observations: list[Observation] = []
     logs = SimpleNamespace(has_room=lambda: True)
-    backend = MachinesBackend(Pool(name="p", backend="ssh", nodes=()), blobs=tmp_path, sink=seen.append, logs=logs)
+    backend = MachinesBackend(Pool(name="p", backend="ssh", nodes=()), blobs=tmp_path, sink=observations.append, logs=logs)
     calls: list[Requirements] = []
     is_closed = threading.Event()
 
@@ -351,10 +357,10 @@ def test_a_canceled_build_ends_while_its_node_hangs_and_a_waiting_one_never_star
     assert is_closed.wait(60)
     backend._building.shutdown(wait=True)
     backend.close()
-    assert (len(calls), seen) == (1, [])
+    assert (len(calls), observations) == (1, [])
 
 
-def test_a_directory_of_somebody_else_is_not_removed(builder: Builder) -> None:
+def test_an_environment_directory_without_a_marker_is_not_removed(builder: Builder) -> None:
     assert builder.build() == "uv"
     directory = builder.directory
     (directory / ".distflow").unlink()

@@ -1,4 +1,4 @@
-"""The schemas in editors: the real yaml-language-server checks and completes specs and configurations."""
+"""The schemas in editors: a real yaml-language-server checks and completes specs and configurations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Editor:
-    """A client of yaml-language-server, as editors are."""
+    """A client of yaml-language-server, like an editor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

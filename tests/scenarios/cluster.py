@@ -1,4 +1,4 @@
-"""A distflow whose pool is a real Slurm cluster, reached on this machine or through a login node over SSH."""
+"""A pool on a real Slurm cluster, which distflow uses on this machine or through a login node over SSH."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["FOREVER", "SPIN", "Cluster"]
+__all__ = ["SPIN", "SPIN_ON_BOTH_NODES", "Cluster"]
 
 SPIN = """
 workflow:
@@ -27,12 +27,12 @@ workflow:
     - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600']}
   resources: {default: {gpu: 2, cpu: 1}}
 """
-FOREVER = SPIN.replace("gpu: 2, cpu: 1", "cpu: 16")
-"""A gang that needs both nodes of the cluster, so that another one has to wait."""
+SPIN_ON_BOTH_NODES = SPIN.replace("gpu: 2, cpu: 1", "cpu: 16")
+"""A gang that needs both nodes of the cluster, so that other gangs wait."""
 
 
 class Cluster:
-    """The pool ``cluster`` of a distflow, and the Slurm behind it."""
+    """The pool ``cluster`` of a ``Cli``, and its Slurm cluster."""
 
     def __init__(self, cli: Cli, slurm: Slurm, login: Sshd | None = None) -> None:
         self.cli = cli
@@ -59,7 +59,7 @@ class Cluster:
         (folder / "distflow.yaml").write_text(text)
 
     def start(self, spec: str = SPIN) -> tuple[str, str]:
-        """Submit a gang, wait until it runs, and return the workflow and its job."""
+        """Submit a gang, wait until it runs, and return the ids of its workflow and its job."""
         workflow = self.cli.submit(self.cli.spec(spec))
         self.cli.await_running(workflow)
         return workflow, self.job_of(workflow)

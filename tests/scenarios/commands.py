@@ -20,7 +20,7 @@ __all__ = ["Done", "run_command", "start_command"]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A command that ended."""
+    """The exit code and output of a command that has ended."""
 
     code: int
     out: str
@@ -28,7 +28,7 @@ class Done:
 
 
 def run_command(base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float) -> Done:
-    """Run ``distflow ARGUMENTS`` to its end. ``base`` is the base directory of pytest. Raises ``subprocess.TimeoutExpired``."""
+    """Run ``distflow ARGUMENTS`` until it ends. ``base`` is pytest's base directory. Raises ``subprocess.TimeoutExpired``."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start_command(base, arguments, environment, folder, out.fileno(), err.fileno())
         try:

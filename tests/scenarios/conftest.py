@@ -1,4 +1,4 @@
-"""Whole runs through the command line, with real processes: each test has its own distflow, and nothing may be left."""
+"""Fixtures for whole runs through the command line, with real processes. No process of a test may remain."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cli:
     """distflow in a state directory, a home and a working directory of its own."""
 
     def __init__(self, folder: Path, base: Path, *, has_runtime: bool = True, python: str = sys.executable) -> None:
-        """Store ``folder`` and pytest's ``base`` directory. With ``has_runtime``, nodes are as after their first connection."""
+        """Store ``folder`` and pytest's ``base`` directory. With ``has_runtime``, nodes already have the runtime."""
         self._base = base
         self.python = python
         """The Python of nodes."""
@@ -55,21 +55,21 @@ class Cli:
         self.folder = folder
         self.state = folder / "state"
         self.top = folder / "node"
-        """What the configuration calls ``root``."""
+        """The ``root`` of the local node in the configuration."""
         self.root = self.top / PRIVATE
-        """The private directory in it."""
+        """distflow's private directory in ``top``."""
         self.leases = folder / "leases"
         self.environment = os.environ | {"DISTFLOW_STATE": str(self.state), "HOME": str(folder)}
         self.add_node(self.top)
         self.configure()
 
     def add_node(self, root: Path) -> None:
-        """Put the runtime below a node's root, unless the first connection is to send it."""
+        """Install the runtime below a node's root, unless the test has new nodes."""
         if self._has_runtime:
             install_runtime(root)
 
     def configure(self, *, gpus: int = 0, cpus: int = 64, **settings: Any) -> None:
-        """Write the configuration: one pool, this machine."""
+        """Write a configuration with one pool, ``local``, which is this machine."""
         if self.python != sys.executable:
             settings.setdefault("python", self.python)
         lines = ["default_pool: local", "pools:", "  local:", "    backend: local"]
@@ -83,30 +83,30 @@ class Cli:
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")
 
     def run(self, *arguments: str, timeout: float = 240.0, cwd: Path | None = None) -> Done:
-        """Run one command to its end. If it takes too long, the error has its output, and the events and logs of workflows."""
+        """Run one command until it ends. On a timeout, fail with its output and with the events and logs of all workflows."""
         try:
             return run_command(self._base, arguments, self.environment, cwd or self.folder, timeout)
-        except subprocess.TimeoutExpired as late:
-            printed = b"\n".join(filter(None, (late.stdout, late.stderr))).decode()
-            raise AssertionError(f"{late}\n{printed}\n{self._reports()}") from None
+        except subprocess.TimeoutExpired as error:
+            output = b"\n".join(filter(None, (error.stdout, error.stderr))).decode()
+            raise AssertionError(f"{error}\n{output}\n{self._reports()}") from None
 
     def _reports(self) -> str:
         """Return the events and the last lines of output of each workflow."""
         with Store(StateDirectory(self.state).store) as store:
             names = [record.id for record in store.list()]
         commands = [("workflow", kind, name, *more) for name in names for kind, *more in (("events",), ("logs", "-n", "50"))]
-        found = [run_command(self._base, words, self.environment, self.folder, 60.0) for words in commands]
-        return "\n".join(f"{' '.join(words)}:\n{done.out}{done.err}" for words, done in zip(commands, found, strict=True))
+        results = [run_command(self._base, words, self.environment, self.folder, 60.0) for words in commands]
+        return "\n".join(f"{' '.join(words)}:\n{done.out}{done.err}" for words, done in zip(commands, results, strict=True))
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Begin one command."""
+        """Start one command in a new interpreter."""
         return subprocess.Popen(
             [sys.executable, "-m", "distflow", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=self.environment, cwd=self.folder,
         )  # fmt: skip
 
     def fork(self, *arguments: str, stdout: int, stderr: int) -> Preloaded:
-        """Begin one command without the start of an interpreter."""
+        """Start one command in a forked process, which takes less time than a new interpreter."""
         return start_command(self._base, arguments, self.environment, self.folder, stdout, stderr)
 
     def spec(self, text: str, name: str = "spec.yaml") -> str:
@@ -122,34 +122,34 @@ class Cli:
         return done.out.strip()
 
     def query(self, workflow: str, *arguments: str) -> dict[str, Any]:
-        """Where a workflow stands."""
+        """Return the JSON output of ``workflow query``."""
         done = self.run("workflow", "query", workflow, *arguments, "-t", "json")
         assert done.code == 0, done.err
         answer: dict[str, Any] = json.loads(done.out)
         return answer
 
     def tasks(self, workflow: str) -> dict[str, dict[str, Any]]:
-        """The tasks of a workflow by name."""
+        """Return the tasks of a workflow by name, from ``workflow query``."""
         return {task["name"]: task for group in self.query(workflow)["groups"] for task in group["tasks"]}
 
     def await_status(self, workflow: str, *statuses: str, timeout: float = 120.0) -> dict[str, Any]:
-        """Wait until a workflow shows one of these."""
+        """Wait until a workflow has one of ``statuses``, and return its ``query``."""
         self.await_record(workflow, lambda record: record.status in statuses, timeout)
         return self.query(workflow)
 
     def await_running(self, workflow: str, timeout: float = 120.0) -> dict[str, dict[str, Any]]:
-        """Wait until all tasks run."""
+        """Wait until all tasks run, and return them."""
 
-        def is_running(record: WorkflowRecord) -> bool:
+        def all_run(record: WorkflowRecord) -> bool:
             return all(task.status == "RUNNING" for group in record.groups for task in group.tasks)
 
-        self.await_record(workflow, is_running, timeout)
+        self.await_record(workflow, all_run, timeout)
         return self.tasks(workflow)
 
     def await_record(self, workflow: str, condition: Callable[[WorkflowRecord], bool], timeout: float) -> None:
         """Wait until the stored record of a workflow fulfills a condition.
 
-        Reading the store takes a tenth of the time of a command. Now and then a command starts a supervisor if it has ended.
+        Reading the store takes a tenth of the time of a command. Every 3 s, a command starts a supervisor if none runs.
         """
         commanded_at = -math.inf
 
@@ -165,11 +165,11 @@ class Cli:
             wait_until(is_fulfilled, timeout)
         except TimeoutError as error:
             answer = self.query(workflow)
-            shown = {group["name"]: group["message"] for group in answer["groups"]}
-            raise TimeoutError(f"{error}: {workflow} is {answer['status']} {shown}") from None
+            messages = {group["name"]: group["message"] for group in answer["groups"]}
+            raise TimeoutError(f"{error}: {workflow} is {answer['status']} {messages}") from None
 
     def await_log(self, workflow: str, text: str, timeout: float = 120.0) -> str:
-        """Wait until the logs hold a text, and return them."""
+        """Wait until the logs contain a text, and return them."""
         wait_until(lambda: text in self.logs(workflow), timeout)
         return self.logs(workflow)
 
@@ -182,14 +182,14 @@ class Cli:
     def supervisor(self) -> int | None:
         """The pid of the supervisor, if one is running."""
         directory = StateDirectory(self.state)
-        # One that has just got the lock may not have written into it.
-        held = directory.lock.read_text() if is_running(directory) else ""
-        return int(held.split()[0]) if held else None
+        # A supervisor that has just taken the lock may not have written its pid yet.
+        content = directory.lock.read_text() if is_running(directory) else ""
+        return int(content.split()[0]) if content else None
 
     def kill_supervisor(self) -> int:
-        """Kill the supervisor; return its process id once the next command will see that it is gone, and start another one.
+        """Kill the supervisor, wait until its lock is free, and return its pid.
 
-        A killed process keeps its lock until the kernel has ended all its threads. A command that looks earlier starts nothing.
+        A killed process keeps its lock until the kernel has ended all its threads. Until then, no command starts another one.
         """
         supervisor = self.supervisor()
         assert supervisor is not None
@@ -198,14 +198,14 @@ class Cli:
         return supervisor
 
     def processes(self) -> list[tuple[int, str]]:
-        """Every process of this distflow, pid and command line, found by its folder in argv or environment."""
+        """Return the pid and command line of each process of this distflow: its folder is in their argv or environment."""
         needle = os.fsencode(str(self.folder))
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                # A forked supervisor has room for more arguments than it has.
+                # The command line of a forked supervisor is padded with null bytes.
                 held = command = (entry / "cmdline").read_bytes().rstrip(b"\0") + b"\0"
                 with suppress(PermissionError):  # its environment cannot be read
                     held += (entry / "environ").read_bytes()
@@ -219,7 +219,7 @@ class Cli:
 
 @pytest.fixture
 def has_runtime() -> bool:
-    """Whether nodes already have the runtime; a module whose tests prove the first connection overrides this."""
+    """Whether nodes already have the runtime. Tests of the first connection set this to false."""
     return True
 
 
@@ -227,26 +227,26 @@ def has_runtime() -> bool:
 def cli(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, has_runtime: bool, request: pytest.FixtureRequest
 ) -> Iterator[Cli]:
-    """A distflow of this test's own; at its end no process of it may be left."""
+    """A distflow for one test. When the test ends, none of its processes may remain."""
     base, python = tmp_path_factory.getbasetemp(), sys.executable
     if "s3" in request.fixturenames:
         python = str(write_program(tmp_path, base, "storage"))
     made = Cli(tmp_path, base, has_runtime=has_runtime, python=python)
     yield made
     try:
-        # A supervisor may still release an allocation of a cluster that was away: Ray has a minute to start its program.
+        # A supervisor may still release an allocation of a cluster that was unreachable: Ray has a minute to start its program.
         wait_until(lambda: not made.processes(), 150)
     except TimeoutError:
-        left = made.processes()
-        for pid, _ in left:
+        remaining = made.processes()
+        for pid, _ in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert not left, left
+        assert not remaining, remaining
 
 
 @pytest.fixture
 def s3(running_s3: S3Server, cli: Cli) -> Iterator[S3Server]:
-    """An empty S3 server, which distflow's environment knows. The test may stop or suspend it."""
+    """An empty S3 server, with its variables in distflow's environment. The test may stop or suspend it."""
     cli.environment.update(running_s3.environment)
     yield running_s3
     running_s3.reset()
@@ -271,13 +271,13 @@ def lab(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         finally:
             for server in servers.values():
                 server.thaw()
-        # The agents end with their connections; the supervisor with its work.
-        made.await_nothing_left()
+        # The agents end with their connections, and the supervisor ends when no workflow is left.
+        made.await_no_processes()
 
 
 @pytest.fixture
 def cluster(cli: Cli, slurm: Slurm) -> Iterator[Cluster]:
-    """A pool ``cluster`` of a real Slurm, whose commands are on this machine."""
+    """A pool ``cluster`` on a real Slurm cluster, whose commands are on this machine."""
     made = Cluster(cli, slurm)
     yield made
     made.await_no_jobs()
@@ -285,7 +285,7 @@ def cluster(cli: Cli, slurm: Slurm) -> Iterator[Cluster]:
 
 @pytest.fixture
 def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Through a login node: an OpenSSH server in whose PATH the commands of Slurm are."""
+    """The pool ``cluster`` through a login node: an OpenSSH server with Slurm's commands in its ``PATH``."""
     if why := missing_sshd():
         pytest.skip(why)
     key = make_key(tmp_path_factory.mktemp("key") / "id")
@@ -299,7 +299,7 @@ def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(params=["cluster", pytest.param("far_cluster", marks=pytest.mark.ssh)])
 def any_cluster(request: pytest.FixtureRequest) -> Cluster:
-    """The same on this machine, and through a login node."""
+    """Run the test with ``cluster``, and again with ``far_cluster``."""
     made: Cluster = request.getfixturevalue(request.param)
     return made
 
@@ -324,7 +324,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def ray_pool(cli: Cli, ray: RayCluster) -> Iterator[RayPool]:
-    """A pool ``ray`` of a real Ray cluster, which runs on this machine."""
+    """A pool ``ray`` on a real Ray cluster, which runs on this machine."""
     made = RayPool(cli, ray)
     yield made
     ray.await_empty()
@@ -332,7 +332,7 @@ def ray_pool(cli: Cli, ray: RayCluster) -> Iterator[RayPool]:
 
 @pytest.fixture
 def far_ray_pool(cli: Cli, ray: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayPool]:
-    """The same through an OpenSSH server on a node of the cluster."""
+    """The pool ``ray`` through an OpenSSH server on a node of the cluster."""
     if why := missing_sshd():
         pytest.skip(why)
     key = make_key(tmp_path_factory.mktemp("key") / "id")
@@ -345,14 +345,14 @@ def far_ray_pool(cli: Cli, ray: RayCluster, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(params=["ray_pool", pytest.param("far_ray_pool", marks=pytest.mark.ssh)])
 def any_ray_pool(request: pytest.FixtureRequest) -> RayPool:
-    """Both."""
+    """Run the test with ``ray_pool``, and again with ``far_ray_pool``."""
     made: RayPool = request.getfixturevalue(request.param)
     return made
 
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """A network whose hosts can be cut off."""
+    """A network of hosts whose links can be cut."""
     if why := missing_sshd() or missing_netns():
         pytest.skip(why)
     with Network() as made:
@@ -361,7 +361,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def hosts(network: Network, tmp_path_factory: pytest.TempPathFactory) -> dict[str, NetnsHost]:
-    """Two hosts with links that can be cut, gpu1 and gpu2; there, their own names mean 127.0.1.1."""
+    """Two hosts, gpu1 and gpu2, whose links can be cut. On each host, its own name resolves to 127.0.1.1."""
     key = make_key(tmp_path_factory.mktemp("key") / "id")
     return {
         name: network.host(tmp_path_factory.mktemp(name), hostname=name, alias=name, user_key=key) for name in ("gpu1", "gpu2")
@@ -370,19 +370,19 @@ def hosts(network: Network, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture
 def far_lab(cli: Cli, hosts: dict[str, NetnsHost]) -> Iterator[Lab]:
-    """A pool ``lab`` of two hosts whose links can be cut; they are healed in the end."""
+    """A pool ``lab`` of two hosts whose links can be cut. The links are restored when the test ends."""
     made = Lab(cli, {name: host.sshd for name, host in hosts.items()})
     try:
         yield made
     finally:
         for host in hosts.values():
             host.heal()
-    made.await_nothing_left()
+    made.await_no_processes()
 
 
 @pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
-    """A distflow whose pool is this machine, or hosts behind SSH."""
+def any_cli(request: pytest.FixtureRequest, cli: Cli) -> Cli:
+    """Run the test with a local pool, and again with ``lab``."""
     if request.param == "lab":
         lab: Lab = request.getfixturevalue("lab")
         return lab.cli

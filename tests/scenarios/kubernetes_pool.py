@@ -1,4 +1,4 @@
-"""A distflow whose pool is a namespace of a real Kubernetes cluster."""
+"""A pool in a namespace of a real Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["KubernetesPool"]
 
 
 class KubernetesPool:
-    """The pool ``pods`` of a distflow, and the namespace behind it."""
+    """The pool ``pods`` of a ``Cli``, and its namespace."""
 
     def __init__(self, cli: Cli, cluster: KubernetesCluster) -> None:
         self.cli = cli
@@ -25,9 +25,9 @@ class KubernetesPool:
         self.configure()
 
     def configure(self, *, folders: tuple[str, ...] = (), kubernetes: dict[str, Any] | None = None, **settings: Any) -> None:
-        """Write the configuration, with settings of the pool and its ``kubernetes`` (``None``: without this one).
+        """Write the configuration, with settings of the pool and its ``kubernetes``. ``None`` removes a setting.
 
-        Pods see ``folders`` of this machine.
+        Pods mount ``folders`` of this machine.
         """
         folder = self.cli.folder
         given = {
@@ -47,19 +47,19 @@ class KubernetesPool:
         found = self.cluster.objects("pods", self.namespace)
         return [str(one["metadata"]["name"]) for one in found if "deletionTimestamp" not in one["metadata"]]
 
-    def owners(self) -> list[str]:
-        """The names of all allocations."""
+    def allocations(self) -> list[str]:
+        """The names of all allocations, each of which is a ConfigMap that owns pods."""
         found = self.cluster.objects("configmaps", self.namespace, labels="app.kubernetes.io/managed-by=distflow")
         return [str(one["metadata"]["name"]) for one in found]
 
     def state(self) -> str:
-        """Return the nodes, and the pods and events of the namespace, for people."""
+        """Return the nodes, and the pods and events of the namespace, as text."""
         kinds = (("nodes",), ("pods", "-o", "wide", "-n", self.namespace), ("events", "-n", self.namespace))
         return "\n".join(self.cluster.kubectl("get", *words, check=False) for words in kinds)
 
-    def await_nothing(self) -> None:
-        """Wait until no object of distflow is left."""
-        wait_until(lambda: not self.owners() and not self.pods(), 90, "no object of distflow is left in the namespace")
+    def await_no_objects(self) -> None:
+        """Wait until the namespace contains no objects of distflow."""
+        wait_until(lambda: not self.allocations() and not self.pods(), 90, "no object of distflow is left in the namespace")
 
     def close(self) -> None:
         """Delete the namespace."""

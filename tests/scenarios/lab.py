@@ -1,4 +1,4 @@
-"""Hosts behind real OpenSSH servers, and a distflow whose pool they are. Nothing is faked."""
+"""A pool of hosts behind real OpenSSH servers, and helpers for the specs of ``workflow_specs/``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["GANG", "TORCHRUN", "TRAINING", "Lab", "checkout", "json_lines", "largest_file", "pipeline", "train"]
+__all__ = ["GANG", "TORCHRUN", "TRAINING", "Lab", "copy_specs", "json_lines", "largest_file_size", "run_pipeline", "train"]
 
 GANG = """
 workflow:
@@ -34,7 +34,7 @@ workflow:
       ranks: {size: 2}
       command: [sh, -c, 'echo "offset $DISTFLOW_RANK_OFFSET"; while [ ! -e GO ]; do sleep 0.2; done']
 """
-"""Three tasks on three nodes, until the file GO is there."""
+"""Three tasks on three nodes, which run until the file GO exists."""
 
 TORCHRUN = """
 workflow:
@@ -51,7 +51,7 @@ workflow:
 """
 """A task that torchrun starts."""
 TRAINING = ("pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun")
-"""The specs of ``workflow_specs/`` that train; each runs on every backend."""
+"""The specs of ``workflow_specs/`` that train a model. Each runs on every backend."""
 
 
 class Lab:
@@ -69,7 +69,7 @@ class Lab:
     def configure(
         self, *, names: tuple[str, ...] = (), nodes: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any
     ) -> None:
-        """Write the configuration: the hosts ``names`` (all), settings of the pool, and of single ``nodes``."""
+        """Write the configuration: the hosts ``names`` (default: all), with settings of the pool and of some ``nodes``."""
         folder = self.cli.folder
 
         def node(name: str) -> dict[str, Any]:
@@ -95,45 +95,45 @@ class Lab:
         (folder / "distflow.yaml").write_text(text)
 
     def submit(self, go: Path, spec: str = GANG) -> str:
-        """Submit a gang that runs until ``go`` is there."""
+        """Submit a gang that runs until ``go`` exists."""
         return self.cli.submit(self.cli.spec(spec.replace("GO", str(go))))
 
     def await_message(self, workflow: str, *texts: str, timeout: float = 60.0) -> str:
-        """Wait until ``query`` shows every text, and return what it shows."""
+        """Wait until the output of ``query`` contains all ``texts``, and return it."""
         shown = [""]
 
-        def is_there() -> bool:
+        def is_shown() -> bool:
             shown[0] = self.cli.run("workflow", "query", workflow).out
             return all(text in shown[0] for text in texts)
 
         try:
-            wait_until(is_there, timeout)
+            wait_until(is_shown, timeout)
         except TimeoutError:
             raise AssertionError(f"{texts} are not in\n{shown[0]}") from None
         return shown[0]
 
     def await_logs(self, workflow: str, text: str, count: int, timeout: float = 60.0) -> None:
-        """Wait until a text was printed so often."""
+        """Wait until the logs contain a text ``count`` times."""
         wait_until(lambda: self.cli.logs(workflow).count(text) >= count, timeout, text)
 
-    def await_stray_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
-        """Wait until what was given up on a lost node has been stopped there."""
+    def await_abandoned_attempt_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
+        """Wait until a task's abandoned attempt on a lost node has been stopped."""
         text = f"[{task}] the abandoned attempt on"
         wait_until(lambda: text in self.cli.run("workflow", "events", workflow).out, timeout, text)
 
-    def await_nothing_left(self, timeout: float = 60.0) -> None:
+    def await_no_processes(self, timeout: float = 60.0) -> None:
         """Wait until no process of this distflow is left on any host."""
         wait_until(lambda: not self.cli.processes(), timeout, "no process is left")
 
 
-def checkout(cli: Cli, repository: Path) -> Path:
-    """Copy what a user takes from the repository; return the folder of the specs."""
+def copy_specs(cli: Cli, repository: Path) -> Path:
+    """Copy ``workflow_specs/`` to the folder of ``cli``, and return the copy."""
     shutil.copytree(repository / "workflow_specs", cli.folder / "workflow_specs")
     return cli.folder / "workflow_specs"
 
 
-def largest_file(folder: Path) -> int:
-    """The size of the largest file below a folder where files come and go: how much of a large one has arrived."""
+def largest_file_size(folder: Path) -> int:
+    """Return the size of the largest file below a folder, which shows how much of a large file has arrived."""
     largest = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -143,13 +143,13 @@ def largest_file(folder: Path) -> int:
 
 
 def json_lines(log: str) -> list[dict[str, Any]]:
-    """The JSON documents that tasks printed, one a line."""
+    """Return the JSON documents in the output of tasks, one for each line."""
     texts = (line.partition("] ")[2] for line in log.splitlines())
     return [json.loads(text) for text in texts if text.startswith("{")]
 
 
 def train(cli: Cli, spec: Path, *, epochs: int) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Run a training spec to its end, with exactly the ranks that it says; return its tasks and what rank 0 printed last."""
+    """Run a training spec until it ends, and check that each rank started once. Return its tasks and its ``finished`` event."""
     done = cli.run("workflow", "submit", str(spec), "--wait", "--set", f"epochs={epochs}", timeout=170)
     assert done.code == 0, done.err + done.out
     workflow = done.out.splitlines()[0]
@@ -161,20 +161,20 @@ def train(cli: Cli, spec: Path, *, epochs: int) -> tuple[dict[str, dict[str, Any
     return tasks, next(row for row in rows if row.get("event") == "finished")
 
 
-def pipeline(cli: Cli, specs: Path, *, epochs: int) -> float:
-    """Run ``pipeline.yaml`` to its end; return the accuracy that its last stage found, which is what training said."""
+def run_pipeline(cli: Cli, specs: Path, *, epochs: int) -> float:
+    """Run ``pipeline.yaml`` until it ends, and check that evaluation and training agree. Return the accuracy."""
     done = cli.run("workflow", "submit", str(specs / "pipeline.yaml"), "--wait", "--set", f"epochs={epochs}", timeout=170)
     assert done.code == 0, done.err + done.out
     rows = json_lines(cli.logs("pipeline-1"))
-    found = {row["event"]: row["accuracy"] for row in rows if row.get("event") in ("finished", "evaluated")}
-    assert abs(found["evaluated"] - found["finished"]) < 0.01
+    accuracies = {row["event"]: row["accuracy"] for row in rows if row.get("event") in ("finished", "evaluated")}
+    assert abs(accuracies["evaluated"] - accuracies["finished"]) < 0.01
     directory = Path(cli.tasks("pipeline-1")["evaluate"]["output_dir"]).parent / "input"
     assert sorted(path.name for path in directory.glob("*/*")) == [
         "model.pt",
         "t10k-images-idx3-ubyte",
         "t10k-labels-idx1-ubyte",
     ]
-    return float(found["evaluated"])
+    return float(accuracies["evaluated"])
 
 
 def _range(text: str) -> tuple[int, int]:

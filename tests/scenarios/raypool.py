@@ -1,4 +1,4 @@
-"""A distflow whose pool is a real Ray cluster, reached on this machine or through one of its nodes over SSH."""
+"""A pool on a real Ray cluster, which distflow uses on this machine or through one of the nodes over SSH."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RayPool"]
 
 
 class RayPool:
-    """The pool ``ray`` of a distflow, and the cluster behind it."""
+    """The pool ``ray`` of a ``Cli``, and its Ray cluster."""
 
     def __init__(self, cli: Cli, cluster: RayCluster, login: Sshd | None = None) -> None:
         self.cli = cli
@@ -40,7 +40,7 @@ class RayPool:
         (self.cli.folder / "distflow.yaml").write_text(text)
 
     def start(self, spec: str) -> tuple[str, str]:
-        """Submit a gang, wait until it runs, and return the workflow and its placement group."""
+        """Submit a gang, wait until it runs, and return the ids of its workflow and its placement group."""
         workflow = self.cli.submit(self.cli.spec(spec))
         self.cli.await_running(workflow)
         return workflow, self.group_of(workflow)

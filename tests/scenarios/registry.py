@@ -1,4 +1,4 @@
-"""A registry of container images for tests: one image, and a password; the protocol is that of every registry, version 2."""
+"""A container registry for tests, with one image and a password. It implements version 2 of the registry protocol."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 class Registry:
-    """Serves ``<address>/given/image:1`` on this machine's loopback to who knows the password; a context manager."""
+    """A context manager that serves ``<address>/given/image:1`` on loopback, to clients with the password."""
 
     def __init__(self, user: str, password: str, skeleton: bytes) -> None:
-        """Make the image of a tar."""
+        """Create the image from ``skeleton``, a tar archive."""
         self._wanted = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
         self.served: list[str] = []
         self.refused: list[str] = []
@@ -47,18 +47,18 @@ class Registry:
         self.address = f"127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Registry:
-        """Serve."""
+        """Start the server."""
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
     @property
     def image(self) -> str:
-        """How the image is called."""
+        """The full name of the image."""
         return f"{self.address}/given/image:1"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:

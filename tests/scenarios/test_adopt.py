@@ -1,4 +1,4 @@
-"""Workflows taken in from their nodes: by another laptop, and by a state directory that was lost or damaged."""
+"""``workflow adopt`` finds workflows on their nodes: on another machine, or after the state directory was lost or damaged."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ workflow:
 """
 
 
-def another(cli: Cli) -> Cli:
-    """The same user at another machine: the same nodes, another state directory."""
+def on_another_machine(cli: Cli) -> Cli:
+    """Return the same user at another machine: the same nodes, but another state directory."""
     other = copy.copy(cli)
     other.state = cli.folder / "other-state"
     other.environment = cli.environment | {"DISTFLOW_STATE": str(other.state)}
@@ -55,13 +55,13 @@ def adopt(cli: Cli, *arguments: str) -> list[dict[str, Any]]:
 
 
 def attempts(cli: Cli) -> list[str]:
-    """What was ever started, without the workflows' uuids."""
+    """Return all attempts that were ever started, without the uuids of their workflows."""
     return sorted("/".join(path.parts[-4:-1]) for path in cli.root.glob("*/*/*/*/launch.json"))
 
 
-def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
-    go, other = cli.folder / "go", another(cli)
-    # The other one has given a number already that the first one gives, too.
+def test_another_machine_adopts_running_and_ended_workflows(cli: Cli) -> None:
+    go, other = cli.folder / "go", on_another_machine(cli)
+    # Both machines give out the id waits-1.
     mine = other.submit(other.spec(WAITS.replace("GO", str(go)), "mine.yaml"))
     other.await_log(mine, "first line")
     runs = cli.submit(cli.spec(WAITS.replace("GO", str(go))), "--set-env", "TOKEN=canary-5ecret")
@@ -70,10 +70,10 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     running = cli.await_running(runs)["one"]
     assert (mine, runs, fails) == ("waits-1", "waits-1", "fails-1")
 
-    seen = {one["name"]: one for one in adopt(other, "--dry-run")}
-    assert {name: one["adopted"] for name, one in seen.items()} == {runs: True, fails: True}
+    candidates = {one["name"]: one for one in adopt(other, "--dry-run")}
+    assert {name: one["adopted"] for name, one in candidates.items()} == {runs: True, fails: True}
     unsigned = "its record is not signed with the key of this state directory; read its spec before you restart it"
-    assert [one["notes"][0] for one in seen.values()] == [unsigned] * 2
+    assert [one["notes"][0] for one in candidates.values()] == [unsigned] * 2
     assert other.run("workflow", "query", fails).code == 2
     text = other.run("workflow", "adopt")
     assert text.code == 0, text.err
@@ -92,8 +92,8 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     task = failed["groups"][0]["tasks"][0]
     assert (task["exit_code"], task["status"]) == (3, "FAILED")
     other.await_log("fails-1", "[one] it breaks")
-    taken = other.await_running("waits-2")["one"]
-    assert (taken["pid"], taken["node_name"]) == (running["pid"], "local")
+    adopted = other.await_running("waits-2")["one"]
+    assert (adopted["pid"], adopted["node_name"]) == (running["pid"], "local")
     other.await_log("waits-2", "[one] first line")
     assert "adopted from local" in other.run("workflow", "events", "waits-2").out
 
@@ -117,7 +117,7 @@ def test_a_damaged_store_is_set_aside_and_its_workflows_are_adopted(cli: Cli) ->
     store = cli.state / "distflow.sqlite3"
     away = cli.folder / "away"
     store.rename(away)
-    # A supervisor that has the old file open would never see the new one.
+    # A supervisor that has the old file open would never read the new one.
     refused = cli.run("workflow", "adopt")
     assert (refused.code, "a supervisor is still using it" in refused.err) == (5, True)
     away.rename(store)
@@ -145,17 +145,17 @@ def test_a_damaged_store_is_set_aside_and_its_workflows_are_adopted(cli: Cli) ->
     assert cli.tasks(runs)["one"]["status"] == "FAILED_CANCELED"
 
 
-def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
-    go, other = cli.folder / "go", another(cli)
+def test_no_task_starts_twice_when_two_machines_watch_one_workflow(cli: Cli) -> None:
+    go, other = cli.folder / "go", on_another_machine(cli)
     completes = cli.submit(cli.spec(STAGES.replace("GO", str(go)).replace("CODE", "0")))
     fails = STAGES.replace("GO", str(go)).replace("CODE", "7").replace("name: stages", "name: again")
     again = cli.submit(cli.spec(fails))
     for workflow in (completes, again):
         cli.await_log(workflow, "up")
-    told = {one["name"]: one for one in adopt(other)}
-    assert told[completes]["adopted"], told
-    assert "had not been started when the workflow was adopted" in told[completes]["notes"][1]
-    assert any("this machine does not retry a group" in note for note in told[again]["notes"])
+    workflows = {one["name"]: one for one in adopt(other)}
+    assert workflows[completes]["adopted"], workflows
+    assert "had not been started when the workflow was adopted" in workflows[completes]["notes"][1]
+    assert any("this machine does not retry a group" in note for note in workflows[again]["notes"])
     for workflow in (completes, again):
         wait_until(lambda w=workflow: other.tasks(w)["first"]["status"] == "RUNNING", 30)  # type: ignore[misc]
         assert other.tasks(workflow)["second"]["status"] == "FAILED_UPSTREAM"
@@ -163,12 +163,12 @@ def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
     assert cli.await_status(completes, "COMPLETED")["groups"][1]["tasks"][0]["status"] == "COMPLETED"
     other.await_status(completes, "FAILED")
     assert other.tasks(completes)["first"]["status"] == "COMPLETED"
-    # The first one starts its next attempt; the other one has only seen the first attempt fail.
+    # The first machine starts the next attempt. The other machine has only seen the first attempt fail.
     wait_until(lambda: cli.tasks(again)["first"]["retry_id"] > 0, 60)
     other.await_status(again, "FAILED")
     assert other.tasks(again)["first"]["exit_code"] == 7
     assert cli.run("workflow", "cancel", again, "--wait", "60").code == 0
-    # What had not begun runs as a new workflow, with what the first group wrote.
+    # A restart runs the group that never started, with the output of the first group.
     restarted = other.run("workflow", "restart", completes)
     assert restarted.code == 0, restarted.err
     other.await_status(restarted.out.strip(), "COMPLETED")
@@ -177,15 +177,15 @@ def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
     assert [one for one in attempts(cli) if one.endswith("second/0")] == ["second-group/second/0"] * 2
 
 
-def test_a_gang_is_put_together_from_all_of_its_nodes(lab: Lab) -> None:
+def test_a_gang_is_adopted_from_all_of_its_nodes(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     gang = lab.submit(go)
     tasks = cli.await_running(gang)
     cli.kill_supervisor()
     shutil.rmtree(cli.state)
     assert [one["name"] for one in adopt(cli)] == [gang]
-    taken = cli.await_running(gang)
-    assert {name: (one["node_name"], one["pid"], one["ranks"]) for name, one in taken.items()} == {
+    adopted = cli.await_running(gang)
+    assert {name: (one["node_name"], one["pid"], one["ranks"]) for name, one in adopted.items()} == {
         name: (one["node_name"], one["pid"], one["ranks"]) for name, one in tasks.items()
     }
     lab.await_logs(gang, "offset", 2)
@@ -193,8 +193,8 @@ def test_a_gang_is_put_together_from_all_of_its_nodes(lab: Lab) -> None:
     cli.await_status(gang, "COMPLETED")
 
 
-def test_a_record_that_a_node_made_up_writes_no_files_here(cli: Cli) -> None:
-    go, other, home = cli.folder / "go", another(cli), cli.folder / "home"
+def test_a_record_changed_on_its_node_is_not_adopted_and_writes_no_files(cli: Cli) -> None:
+    go, other, home = cli.folder / "go", on_another_machine(cli), cli.folder / "home"
     spec = WAITS.replace("GO", str(go)) + f"    outputs: [{{url: 'file://{cli.folder}/wanted'}}]\n"
     runs = cli.submit(cli.spec(spec.replace("echo first", "echo secret > {{output}}/x; echo first")))
     cli.await_running(runs)
@@ -205,16 +205,20 @@ def test_a_record_that_a_node_made_up_writes_no_files_here(cli: Cli) -> None:
     signed = note.read_text()
     note.write_text(signed.replace(f"{cli.folder}/wanted", str(home)))
     for one in (cli, other):
-        (told,) = adopt(one)
-        assert (told["name"], told["adopted"]) == (runs, False)
-        assert f"is not signed with the key of this state directory, and its outputs would go to file://{home}" in told["why"]
-    # The same record unchanged is one of this machine's own, also without the store that it came from.
+        (workflow,) = adopt(one)
+        assert (workflow["name"], workflow["adopted"]) == (runs, False)
+        assert (
+            f"is not signed with the key of this state directory, and its outputs would go to file://{home}" in workflow["why"]
+        )
+    # The unchanged record has this state directory's signature, so it is trusted although the store is gone.
     note.write_text(signed)
-    (told,) = adopt(cli)
-    assert (told["adopted"], told["notes"]) == (True, [])
-    (told,) = adopt(other, "--trust-records")
-    assert told["adopted"]
-    assert f"not signed with the key of this state directory; its outputs go to file://{cli.folder}/wanted" in told["notes"][0]
+    (workflow,) = adopt(cli)
+    assert (workflow["adopted"], workflow["notes"]) == (True, [])
+    (workflow,) = adopt(other, "--trust-records")
+    assert workflow["adopted"]
+    assert (
+        f"not signed with the key of this state directory; its outputs go to file://{cli.folder}/wanted" in workflow["notes"][0]
+    )
     go.touch()
     for one in (cli, other):
         one.await_status(runs, "COMPLETED")

@@ -1,4 +1,4 @@
-"""A workflow's stored spec submitted again, and what a submission is marked with."""
+"""``workflow submit`` with a stored spec, and the labels and priority of a submission."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ workflow:
 """
 
 
-def _submitted(cli: Cli) -> Path:
+def _submit_spec(cli: Cli) -> Path:
     folder = cli.folder / "specs"
     folder.mkdir()
     (folder / "data.txt").write_text("from next to the spec\n")
@@ -34,7 +34,7 @@ def _submitted(cli: Cli) -> Path:
 
 
 def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli: Cli) -> None:
-    folder = _submitted(cli)
+    folder = _submit_spec(cli)
     # Files next to the spec are read again; the spec itself is not.
     (folder / "spec.yaml").unlink()
     (folder / "data.txt").write_text("changed since\n")
@@ -53,8 +53,8 @@ def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli:
     ]
 
 
-def test_limits_of_a_stored_spec_are_reported(cli: Cli) -> None:
-    _submitted(cli)
+def test_wrong_arguments_with_a_stored_spec_are_reported(cli: Cli) -> None:
+    _submit_spec(cli)
     for arguments, words in (
         (
             ["again-1"],

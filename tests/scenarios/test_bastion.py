@@ -28,8 +28,8 @@ workflow:
 
 
 @pytest.fixture
-def inner(cli: Cli, network: Network, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """A pool of one host, which only a bastion reaches."""
+def bastion_lab(cli: Cli, network: Network, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A pool of one host, which is reachable only through a bastion."""
     key = make_key(tmp_path_factory.mktemp("key") / "id")
     bastion = network.host(tmp_path_factory.mktemp("bastion"), hostname="bastion", alias="bastion", user_key=key)
     gpu1 = network.host(tmp_path_factory.mktemp("gpu1"), hostname="gpu1", alias="gpu1", user_key=key, behind=bastion)
@@ -38,8 +38,8 @@ def inner(cli: Cli, network: Network, tmp_path_factory: pytest.TempPathFactory) 
     return lab
 
 
-def test_exec_ports_and_files_go_through_a_jump_host(inner: Lab) -> None:
-    cli = inner.cli
+def test_exec_ports_and_files_go_through_a_jump_host(bastion_lab: Lab) -> None:
+    cli = bastion_lab.cli
     workflow = cli.submit(cli.spec(SPEC))
     found = re.search(r"port (\d+)", cli.await_log(workflow, "port "))
     assert found is not None
@@ -58,11 +58,11 @@ def test_exec_ports_and_files_go_through_a_jump_host(inner: Lab) -> None:
     else:
         assert cli.run("workflow", "exec", workflow, "server", "--entry", f"sh -c 'printf \"{page}\" > page.txt'").code == 0
 
-    ours = free_port()
-    process = cli.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{found[1]}")
+    local_port = free_port()
+    process = cli.start("workflow", "port-forward", workflow, "server", "--port", f"{local_port}:{found[1]}")
     assert process.stderr is not None
-    assert process.stderr.readline().startswith(f"localhost:{ours} is forwarded to port ")
-    connection = http.client.HTTPConnection("127.0.0.1", ours, timeout=30)
+    assert process.stderr.readline().startswith(f"localhost:{local_port} is forwarded to port ")
+    connection = http.client.HTTPConnection("127.0.0.1", local_port, timeout=30)
     connection.request("GET", "/page.txt")
     assert connection.getresponse().read().decode() == page
     connection.close()
@@ -70,4 +70,4 @@ def test_exec_ports_and_files_go_through_a_jump_host(inner: Lab) -> None:
     process.communicate(timeout=30)
     assert process.returncode == 130
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
-    inner.await_nothing_left()
+    bastion_lab.await_no_processes()

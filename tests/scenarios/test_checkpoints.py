@@ -1,4 +1,4 @@
-"""Checkpoints of tasks that really run: taken while they run and at their end, and there again in the next attempt."""
+"""Checkpoints of real tasks: they are written while a task runs and when it ends, and the next attempt gets them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ workflow:
 
 
 @pytest.mark.parametrize(("backend", "path", "name"), [("local", ".", "work"), ("ssh", "/tmp/models", "models")])
-def test_the_next_attempt_continues_the_last_one(
+def test_the_next_attempt_continues_from_the_checkpoint(
     backend: str, path: str, name: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest
 ) -> None:
     bucket = s3.bucket("b")
@@ -45,19 +45,19 @@ def test_the_next_attempt_continues_the_last_one(
     spec = cli.spec(COUNTING.replace("URL", "s3://b/runs/{{workflow_id}}").replace("/tmp/models", path))
     done = cli.run("workflow", "submit", spec, "--wait")
     assert done.code == 0, done.err
-    words = [line for line in done.out.splitlines() if "resumes" in line]
-    assert words == ["[train] resumes at 0", "[train retry-1] resumes at 3"]
+    resumed = [line for line in done.out.splitlines() if "resumes" in line]
+    assert resumed == ["[train] resumes at 0", "[train retry-1] resumes at 3"]
     kept = bucket / "runs" / "counting-1" / name
     assert (kept / "last").read_text() == "6\n"
     assert sorted(path.name for path in kept.iterdir() if path.name[0] != ".") == ["last", *(f"step-{n}" for n in range(1, 7))]
     events = cli.run("workflow", "events", "counting-1").out
     assert "[train] its checkpoint is at s3://b/runs/counting-1: " in events
     assert "[train retry-1] its checkpoint is at s3://b/runs/counting-1: " in events
-    # Nothing of them stays but where they were wanted.
+    # The state directory keeps no copy of the checkpoints.
     assert [path for path in (cli.state / "blobs").iterdir() if path.stat().st_size > 5000] == []
 
 
-def test_checkpoints_are_taken_while_the_task_runs(cli: Cli, tmp_path: Path) -> None:
+def test_checkpoints_are_written_while_the_task_runs_and_at_a_cancel(cli: Cli, tmp_path: Path) -> None:
     spec = f"""
 workflow:
   name: running
@@ -83,9 +83,9 @@ workflow:
     first = last.read_text()
     wait_until(lambda: last.read_text() not in ("", first), 60)
     assert cli.tasks(ident)["train"]["status"] == "RUNNING"
-    # The next one may be on its way under another name.
+    # The next checkpoint may be arriving under a temporary name.
     assert [path.name for path in last.parent.iterdir() if not is_part(path.name)] == ["last"]
-    # A cancel takes one more.
+    # A cancel writes one more checkpoint.
     before = last.read_text()
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
     assert int(last.read_text()) > int(before)
@@ -125,8 +125,8 @@ workflow:
 """
 
 
-def test_all_ranks_resume_from_the_snapshot_that_one_of_them_wrote_in_the_working_directory(lab: Lab, cli: Cli) -> None:
-    """On hosts without a common file system."""
+def test_all_ranks_resume_from_the_snapshot_of_one_rank_in_the_shared_working_directory(lab: Lab, cli: Cli) -> None:
+    """The hosts have no shared file system."""
     done = cli.run("workflow", "submit", cli.spec(SNAPSHOTS.replace("READY", str(cli.folder / "ready"))), "--wait")
     assert done.code == 0, done.err + cli.run("workflow", "events", "snapshots-1").out
     assert sorted(line for line in done.out.splitlines() if "resumes at" in line) == [
@@ -152,7 +152,7 @@ def test_checkpoints_continue_after_a_killed_supervisor(cli: Cli, tmp_path: Path
     assert (tmp_path / "kept" / "models" / "last").read_text() == "3\n"
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_no_training(cli: Cli, tmp_path: Path) -> None:
+def test_training_continues_when_a_checkpoint_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file is in the way")
     done = cli.run("workflow", "submit", cli.spec(COUNTING.replace("URL", f"file://{tmp_path}/kept")), "--wait", timeout=300)
     assert done.code == 0, done.err
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_training(cli: Cli, tmp_path
     assert "its checkpoint was not written: " in cli.run("workflow", "events", "counting-1").out
 
 
-def test_a_lost_node_costs_what_came_after_the_last_checkpoint(lab: Lab, cli: Cli, tmp_path: Path) -> None:
+def test_a_retry_after_a_lost_node_continues_from_the_last_checkpoint(lab: Lab, cli: Cli, tmp_path: Path) -> None:
     lab.configure(node_lost_after="2s", connect_timeout="2s")
     spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exec sleep 600")
     ident = cli.submit(cli.spec(spec.replace("1h", "1s").replace("RESCHEDULE: 75", "RESCHEDULE: 3001")))
@@ -172,4 +172,4 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(lab: Lab, cli: Cl
     assert "[train retry-1] resumes at 3" in cli.logs(ident)
     assert last.read_text() == "6\n"
     lab.servers[lost].start()
-    lab.await_stray_end(ident, "train")
+    lab.await_abandoned_attempt_end(ident, "train")

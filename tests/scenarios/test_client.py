@@ -1,4 +1,4 @@
-"""The client as a program uses it, without the command line: real processes on this machine."""
+"""The functions of ``distflow.client``, as a program calls them, with real processes on this machine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ workflow:
 
 @pytest.fixture
 def client(cli: Cli, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Client]:
-    """A client in the directories of ``cli``, of which no command is run. Whatever it does, it prints nothing."""
+    """A client with the directories of ``cli``. It must not print anything."""
     for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG", "HOME"):
         monkeypatch.setenv(name, cli.environment[name])
     monkeypatch.chdir(cli.folder)
@@ -113,8 +113,8 @@ def test_a_running_workflow_is_canceled(cli: Cli, client: Client) -> None:
     assert next(lines).text == "here"
     with pytest.raises(WaitTimeout, match=r"sleeps-1 has not ended within 0\.1 s"):
         wait(client, [record.id], timeout_s=0.1)
-    asked, unknown = cancel(client, [record.uuid, "sleeps-9"], message="enough")
-    assert asked.record is not None
+    canceled, unknown = cancel(client, [record.uuid, "sleeps-9"], message="enough")
+    assert canceled.record is not None
     assert unknown.error is not None
     assert "no workflow `sleeps-9`" in unknown.error.message
     (final,) = wait(client, [record.id], timeout_s=60)
@@ -137,7 +137,7 @@ def test_a_failure_is_explained_and_restarted(cli: Cli, client: Client) -> None:
     assert final.state is WorkflowState.FAILED
 
 
-def test_wrong_input_is_an_error_and_starts_nothing(cli: Cli, client: Client) -> None:
+def test_invalid_input_raises_an_error_and_starts_nothing(cli: Cli, client: Client) -> None:
     with pytest.raises(ProblemsFound):
         plan(client, SubmitRequest(spec="-", text="workflow: {name: x, tasks: [{nam: one}]}"))
     with pytest.raises(InputError):
@@ -155,17 +155,17 @@ def test_output_files_are_listed_and_fetched(cli: Cli, client: Client, tmp_path:
     assert [file.path for file in two.files] == ["b.txt"]
     assert one.directory == str(next(cli.root.glob("*/both/one/0/output")))
 
-    # One task: directly in the folder. Several: one directory for each.
+    # The files of one task go directly into the folder, those of several tasks into one directory for each.
     def contents(folder: Path) -> list[str]:
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
-    seen: list[int] = []
+    progress: list[int] = []
     fetched = fetch_output_files(
-        client, final, tmp_path / "m", paths=["*.pt", "./logs/"], on_progress=lambda at: seen.append(at.done)
+        client, final, tmp_path / "m", paths=["*.pt", "./logs/"], on_progress=lambda at: progress.append(at.done)
     )
     assert (fetched.files, fetched.size, fetched.folders, fetched.errors) == (2, 4, {"one": tmp_path / "m"}, ())
     assert contents(tmp_path / "m") == ["logs/a.txt", "model.pt"]
-    assert seen[-1] == 4
+    assert progress[-1] == 4
     fetch_output_files(client, final, tmp_path / "all")
     assert contents(tmp_path / "all") == ["one/logs/a.txt", "one/model.pt", "two/b.txt"]
     assert fetch_output_files(client, final, tmp_path / "all").unchanged == 3
@@ -183,7 +183,7 @@ def test_output_files_are_listed_and_fetched(cli: Cli, client: Client, tmp_path:
     with pytest.raises(StorageError, match="x/one: a parent of it is not a directory"):
         fetch_output_files(client, final, tmp_path / "x")
 
-    # A node that has lost the files of one task does not prevent the others.
+    # If the files of one task are lost, those of the others are still fetched.
     shutil.rmtree(two.directory)
     fetched = fetch_output_files(client, final, tmp_path / "rest")
     assert contents(tmp_path / "rest") == ["logs/a.txt", "model.pt"]

@@ -1,4 +1,4 @@
-"""What people do all day: submit and wait, follow, query, cancel, time out."""
+"""Everyday commands: submit with ``--wait``, query, cancel, spec, clean."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _spec(cli: Cli, command: str, timeout: str = "exec_timeout: 10m") -> str:
     return cli.spec(SPEC.replace("COMMAND", command).replace("TIMEOUT", timeout))
 
 
-def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
+def test_submit_wait_prints_the_output_and_exits_with_the_result(cli: Cli) -> None:
     good = cli.run("workflow", "submit", _spec(cli, "echo one; echo two; echo 1 > {{output}}/a"), "--wait")
     assert good.code == 0
     assert "[only] one\n[only] two\n" in good.out
@@ -40,7 +40,7 @@ def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
     assert "Outputs " not in cli.run("workflow", "query", "work-2").out
 
 
-def test_wait_with_json_prints_one_document(cli: Cli) -> None:
+def test_json_output_is_one_document_with_the_documented_schema(cli: Cli) -> None:
     done = cli.run("workflow", "submit", _spec(cli, "echo one"), "--wait", "-t", "json")
     assert json.loads(done.out)["status"] == "COMPLETED"
     assert json.loads(done.out)["outputs_until"] == cli.query("work-1")["outputs_until"] is not None
@@ -55,7 +55,7 @@ def test_wait_with_json_prints_one_document(cli: Cli) -> None:
     assert cli.run("schema", "--output", "query", "--config").code == 2
 
 
-def test_ci_gets_annotations_a_summary_and_a_report(cli: Cli) -> None:
+def test_github_format_prints_annotations_and_writes_a_summary_and_a_junit_report(cli: Cli) -> None:
     cli.environment |= {"GITHUB_STEP_SUMMARY": str(cli.folder / "summary.md"), "GITHUB_WORKSPACE": str(cli.folder)}
     spec = _spec(cli, "echo ::error::not a command; no-such-program")
     arguments = ("--wait", "--format-type", "github", "--junit", "junit.xml")
@@ -86,13 +86,13 @@ def test_ci_gets_annotations_a_summary_and_a_report(cli: Cli) -> None:
 def test_interrupting_wait_detaches_and_says_how_to_cancel(cli: Cli) -> None:
     process = cli.start("workflow", "submit", _spec(cli, "echo up; sleep 600"), "--wait")
     assert process.stdout is not None
-    # The command follows the workflow when it shows the output; before that, it may still load modules.
+    # When the command shows output, it follows the workflow. Before that, it may still load modules.
     assert any("up" in line for line in process.stdout)
     cli.await_running("work-1")
     process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "distflow workflow cancel work-1" in words
+    assert "distflow workflow cancel work-1" in errors
     assert cli.query("work-1")["status"] == "RUNNING"
     assert cli.run("workflow", "query", "work-1", "--exit-status").code == 4
     assert cli.run("workflow", "cancel", "work-1", "--wait", "30", "-m", "enough").code == 0
@@ -102,19 +102,19 @@ def test_interrupting_wait_detaches_and_says_how_to_cancel(cli: Cli) -> None:
     assert cli.run("workflow", "cancel", "work-1").code == 2
 
 
-def test_a_workflow_that_runs_too_long_is_ended(cli: Cli) -> None:
+def test_a_workflow_that_exceeds_its_exec_timeout_is_ended(cli: Cli) -> None:
     workflow = cli.submit(_spec(cli, "sleep 600", "exec_timeout: 1s"))
     cli.await_status(workflow, "FAILED_EXEC_TIMEOUT")
     assert "exec_timeout" in cli.run("workflow", "query", workflow).out
 
 
-def test_a_command_that_does_not_exist_says_so(cli: Cli) -> None:
+def test_a_program_that_does_not_exist_is_named(cli: Cli) -> None:
     workflow = cli.submit(cli.spec("workflow: {name: typo, tasks: [{name: only, command: [pyhton3, x.py]}]}"))
     answer = cli.await_status(workflow, "FAILED_START_ERROR")
     assert "pyhton3" in answer["groups"][0]["first_cause"]["message"]
 
 
-def test_names_that_are_not_text_are_refused(cli: Cli) -> None:
+def test_arguments_that_are_not_valid_utf8_are_refused(cli: Cli) -> None:
     folder = f"{cli.folder}/caf\udce9"
     os.mkdir(folder)
     shutil.copy(cli.spec("workflow: {name: w, tasks: [{name: t, command: ['true']}]}"), folder)
@@ -125,7 +125,7 @@ def test_names_that_are_not_text_are_refused(cli: Cli) -> None:
     assert "There are no workflows yet" in cli.run("workflow", "list").out
 
 
-def test_the_spec_is_kept_as_it_was(cli: Cli) -> None:
+def test_the_stored_spec_does_not_change_with_its_file(cli: Cli) -> None:
     path = cli.spec(
         "workflow: {name: kept, tasks: [{name: only, command: [echo, '{{word}}']}]}\n\ndefault-values: {word: hi}\n"
     )
@@ -137,19 +137,19 @@ def test_the_spec_is_kept_as_it_was(cli: Cli) -> None:
 
 
 def test_node_clean_removes_only_ended_workflows(cli: Cli) -> None:
-    done = cli.submit(_spec(cli, "echo bye"))
-    cli.await_status(done, "COMPLETED")
+    ended = cli.submit(_spec(cli, "echo bye"))
+    cli.await_status(ended, "COMPLETED")
     running = cli.submit(_spec(cli, "echo up; sleep 600"))
     cli.await_running(running)
-    uuid, other = cli.query(done)["uuid"], cli.query(running)["uuid"]
+    uuid, other = cli.query(ended)["uuid"], cli.query(running)["uuid"]
     assert (cli.root / uuid).is_dir()
-    said = cli.run("node", "clean", "--older-than", "0s", "--dry-run", "-t", "json")
-    assert json.loads(said.out)["nodes"][0]["removed"] == [uuid]
+    done = cli.run("node", "clean", "--older-than", "0s", "--dry-run", "-t", "json")
+    assert json.loads(done.out)["nodes"][0]["removed"] == [uuid]
     assert (cli.root / uuid).is_dir()
     assert cli.run("node", "clean", "--older-than", "0s").code == 0
     assert not (cli.root / uuid).exists()
     assert (cli.root / other).is_dir()
-    assert "bye" in cli.logs(done)
+    assert "bye" in cli.logs(ended)
     assert cli.run("workflow", "cancel", running, "--wait", "30").code == 0
 
 

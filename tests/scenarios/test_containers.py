@@ -1,4 +1,4 @@
-"""Tasks in containers: files, tokens, signals, exit codes and ends as without; real podman and real dockerd."""
+"""Tasks in containers of a real podman and a real dockerd: files, tokens, signals, exit codes and faults."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 from distflow.testing.engines import IMAGE, ContainerEngine, Dockerd, Podman, missing_dockerd, missing_podman, skeleton
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
-from scenarios.lab import checkout
+from scenarios.lab import copy_specs
 from scenarios.registry import Registry
 from scenarios.test_leftovers import crash
 
-ALONE = str(100_000 + os.getpid())
-"""Seconds that no other test sleeps: tests run side by side."""
+UNIQUE_SECONDS = str(100_000 + os.getpid())
+"""The duration of a ``sleep`` that no concurrent test starts, by which the test finds its own."""
 REPOSITORY = Path(__file__).parents[2]
 MOUNTS = json.dumps(["/usr", *sorted({sys.prefix, sys.base_prefix} - {"/usr"}), str(REPOSITORY)])
 
@@ -64,7 +64,7 @@ ONE = """
 """
 
 
-def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: ContainerEngine) -> None:
+def test_a_task_in_a_container_has_its_files_variables_and_exit_code(cli: Cli, engine: ContainerEngine) -> None:
     tasks = """
     - name: one
       image: IMAGE
@@ -92,7 +92,7 @@ def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: Co
 
 @pytest.mark.timeout(400)
 def test_two_containers_train_as_one_world(cli: Cli, engine: ContainerEngine, forking_site: str) -> None:
-    specs = checkout(cli, REPOSITORY)
+    specs = copy_specs(cli, REPOSITORY)
     text = (specs / "pytorch_dist.yaml").read_text()
     mounts = json.dumps([*json.loads(MOUNTS), forking_site])
     image = f"image: {IMAGE}\n      volumeMounts: {mounts}\n      command: [{sys.executable}, "
@@ -114,12 +114,12 @@ def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: Cont
     assert done.code == 1
     one = cli.tasks("boxed-1")["one"]
     assert (one["status"], one["exit_code"]) == ("FAILED_EVICTED", 3004), one
-    # The engine knows it, or (podman with cgroup v1 does not) the kernel.
+    # The reason comes from the engine, or from the kernel: podman with cgroup v1 does not report it.
     assert "memory" in one["failure_message"]
 
 
 @pytest.mark.timeout(900)
-def test_the_use_of_resources_is_that_of_the_container(cli: Cli, engine: ContainerEngine) -> None:
+def test_memory_usage_includes_the_processes_in_the_container(cli: Cli, engine: ContainerEngine) -> None:
     hold = "command: [python3, -c, 'import time; kept = bytearray(b\"x\" * (150 << 20)); time.sleep(600)']"
     ident = cli.submit(spec(cli, ONE.replace("command: [sh, -c]\n      args:\n      - COMMAND", hold)))
 
@@ -133,9 +133,9 @@ def test_the_use_of_resources_is_that_of_the_container(cli: Cli, engine: Contain
 
 
 @pytest.mark.parametrize("obeys", [True, False])
-def test_a_cancel_reaches_into_the_container(cli: Cli, engine: ContainerEngine, obeys: bool) -> None:
+def test_a_cancel_ends_all_processes_in_the_container(cli: Cli, engine: ContainerEngine, obeys: bool) -> None:
     trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"
-    command = json.dumps(f"{trap}; echo up; setsid sleep {ALONE} & while :; do sleep 0.2; done")
+    command = json.dumps(f"{trap}; echo up; setsid sleep {UNIQUE_SECONDS} & while :; do sleep 0.2; done")
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", command)))
     cli.await_log(ident, "up")
     assert len(engine.containers()) == 1
@@ -143,39 +143,39 @@ def test_a_cancel_reaches_into_the_container(cli: Cli, engine: ContainerEngine, 
     assert cli.tasks(ident)["one"]["status"] == "FAILED_CANCELED"
     assert ("got TERM" in cli.logs(ident)) == obeys
     assert engine.containers() == []
-    assert not _running(f"sleep\0{ALONE}\0")
+    assert not _is_running(f"sleep\0{UNIQUE_SECONDS}\0")
 
 
 def test_an_orphan_container_is_reaped(cli: Cli, engine: ContainerEngine) -> None:
-    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {UNIQUE_SECONDS}")))
     cli.await_log(ident, "up")
     attempt = crash(cli, cli.root)
     (name,) = engine.containers()
-    seen = json.loads(cli.run("node", "reap", "--dry-run", "-t", "json").out)["nodes"][0]["found"]
-    assert [(one["pid"], one["name"], one["attempt"]) for one in seen if one["pid"] is None] == [
+    found = json.loads(cli.run("node", "reap", "--dry-run", "-t", "json").out)["nodes"][0]["found"]
+    assert [(one["pid"], one["name"], one["attempt"]) for one in found if one["pid"] is None] == [
         (None, f"{engine.program} {name}", attempt)
     ]
     assert engine.containers() == [name]
     done = cli.run("node", "reap")
     assert (done.code, done.err) == (0, "")
     assert engine.containers() == []
-    assert not _running(f"sleep\0{ALONE}\0")
+    assert not _is_running(f"sleep\0{UNIQUE_SECONDS}\0")
     cli.await_status(ident, "FAILED_SERVER_ERROR")
 
 
 @pytest.mark.parametrize("victim", ["client", "keeper", "runner"])
-def test_a_kill_of_its_guards_leaves_no_container(cli: Cli, engine: ContainerEngine, victim: str) -> None:
-    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
+def test_no_container_remains_when_one_of_its_processes_is_killed(cli: Cli, engine: ContainerEngine, victim: str) -> None:
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {UNIQUE_SECONDS}")))
     cli.await_log(ident, "up")
     state = json.loads((cli.root / cli.query(ident)["uuid"] / "g" / "one" / "0" / "runner.json").read_text())
     pid = state["command" if victim == "client" else victim]["pid"]
     os.kill(pid, signal.SIGKILL)
     cli.await_status(ident, "FAILED", "FAILED_SERVER_ERROR")
     wait_until(lambda: engine.containers() == [], 60, "no container is left")
-    assert not _running(f"sleep\0{ALONE}\0")
+    assert not _is_running(f"sleep\0{UNIQUE_SECONDS}\0")
 
 
-def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: ContainerEngine) -> None:
+def test_an_image_that_cannot_be_pulled_is_named(cli: Cli, engine: ContainerEngine) -> None:
     missing = ONE.replace("IMAGE", "127.0.0.1:9/missing/nothing:1").replace("COMMAND", "echo never")
     done = cli.run("workflow", "submit", spec(cli, missing), "--wait")
     assert done.code == 1
@@ -184,7 +184,7 @@ def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: ContainerEngine)
     assert "cannot pull the image `127.0.0.1:9/missing/nothing:1`: " in task["failure_message"]
 
 
-def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: ContainerEngine) -> None:
+def test_a_missing_directory_in_volume_mounts_is_named(cli: Cli, engine: ContainerEngine) -> None:
     wrong = ONE.replace("MOUNTS", "[/usr, '/no/such/place:/data']").replace("COMMAND", "echo never")
     assert cli.run("workflow", "submit", spec(cli, wrong), "--wait").code == 1
     task = cli.tasks("boxed-1")["one"]
@@ -192,7 +192,7 @@ def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: ContainerEngin
     assert "`volumeMounts`: `/no/such/place` does not exist on this node" in task["failure_message"]
 
 
-def test_exec_goes_into_the_container(cli: Cli, engine: ContainerEngine) -> None:
+def test_exec_runs_in_the_container(cli: Cli, engine: ContainerEngine) -> None:
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", "echo inside > /tmp/where; echo up; exec sleep 985")))
     cli.await_log(ident, "up")
     done = cli.run("workflow", "exec", ident, "one", "--entry", "sh -c 'cat /tmp/where; echo $DISTFLOW_TASK; pwd; exit 4'")
@@ -224,7 +224,7 @@ def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: Con
     assert cli.logs(workflow).endswith("[one] copied\n")
 
 
-def test_a_pool_without_containers_says_once_that_images_are_ignored(cli: Cli) -> None:
+def test_a_pool_without_containers_warns_once_about_each_ignored_key(cli: Cli) -> None:
     tasks = ONE.replace("MOUNTS", "['/usr:/elsewhere']").replace("COMMAND", "echo ran; exit 0\n      privileged: true")
     done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
     assert done.code == 0
@@ -233,7 +233,7 @@ def test_a_pool_without_containers_says_once_that_images_are_ignored(cli: Cli) -
         assert done.err.count(words) == 1, done.err
 
 
-def _running(command: str) -> bool:
+def _is_running(command: str) -> bool:
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and (entry / "cmdline").read_bytes().decode(errors="replace").endswith(command):
@@ -246,9 +246,9 @@ def _running(command: str) -> bool:
 @pytest.mark.parametrize("user", ["somebody", ""])
 def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine: ContainerEngine, user: str) -> None:
     with Registry(user or "$oauthtoken", "canary-pa55word", skeleton()) as registry:
-        trusts = cli.folder / "registries.conf"
-        trusts.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')
-        environment = engine.environment | {"CONTAINERS_REGISTRIES_CONF": str(trusts)}
+        registries = cli.folder / "registries.conf"
+        registries.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')
+        environment = engine.environment | {"CONTAINERS_REGISTRIES_CONF": str(registries)}
         cli.configure(cpus=64, container=engine.program, environment=json.dumps(environment))
         tasks = ONE.replace("IMAGE", registry.image).replace("COMMAND", "echo it runs")
         done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
@@ -260,11 +260,11 @@ def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine
         assert done.code == 0, done.err
         assert "[one] it runs\n" in done.out
         assert any("/manifests/" in path for path in registry.served)
-        # Nothing of it stays on the node, as it is or as logins are written.
+        # The node keeps the password neither as plain text nor as the Base64 of a login.
         words = (b"canary-pa55word", base64.b64encode(f"{user or '$oauthtoken'}:canary-pa55word".encode()))
         places = [cli.root, cli.folder / ".docker", cli.folder / ".config", Path("/dev/shm"), engine.folder / "client"]
         # Another test on this machine may use the same password in /dev/shm at this moment.
-        wait_until(lambda: not _files_with(words, places), 60, "nothing of it is left")
+        wait_until(lambda: not _files_with(words, places), 60, "no file contains the password")
         engine.run("rmi", "--force", registry.image)
 
 

@@ -1,4 +1,4 @@
-"""`distflow credential`, as a person types it."""
+"""``distflow credential``: set, list and delete, with values from arguments, files, standard input and a terminal."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_set_list_and_delete(cli: Cli) -> None:
     assert kept == {"type": "GENERIC", "payload": {"key": f"{VALUE}\nsecond line"}}
     words = ["endpoint=s3://bucket", "access_key_id=id", f"access_key={VALUE}=="]
     done = cli.run("credential", "set", "store", "--type", "data", "--payload", *words, "-t", "json")
-    told = {
+    expected = {
         "cred_name": "store",
         "cred_type": "DATA",
         "profile": "s3://bucket",
         "keys": ["endpoint", "access_key_id", "access_key"],
     }
-    assert json.loads(done.out) == told
+    assert json.loads(done.out) == expected
     text, listed = cli.run("credential", "list"), cli.run("credential", "--format-type", "json", "list")
     assert text.out.splitlines()[2:] == [
         "deploy  GENERIC  -            key",
         "store   DATA     s3://bucket  endpoint access_key_id access_key",
     ]
     generic = {"cred_name": "deploy", "cred_type": "GENERIC", "profile": None, "keys": ["key"]}
-    assert json.loads(listed.out) == {"credentials": [generic, told]}
+    assert json.loads(listed.out) == {"credentials": [generic, expected]}
     assert cli.run("credential", "delete", "deploy").out == "Deleted credential deploy.\n"
     again = cli.run("credential", "delete", "deploy", "-t", "json")
     assert again.code == 2
@@ -49,30 +49,30 @@ def test_a_value_is_read_from_standard_input(cli: Cli) -> None:
     assert json.loads((cli.state / "credentials" / "wandb.json").read_text())["payload"] == {"api_key": VALUE}
 
 
-def test_a_terminal_is_asked_and_does_not_show_the_value(cli: Cli) -> None:
+def test_a_terminal_prompts_for_the_value_and_does_not_show_it(cli: Cli) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "distflow", "credential", "set", "wandb", "--payload-file", "api_key=-"]
     process = subprocess.Popen(
         command, stdin=slave, stdout=slave, stderr=slave, env=cli.environment, cwd=cli.folder, start_new_session=True
     )
     os.close(slave)
-    seen = b""
-    while b"api_key: " not in seen:
-        seen += os.read(master, 1024)
+    output = b""
+    while b"api_key: " not in output:
+        output += os.read(master, 1024)
     os.write(master, f"{VALUE}\n".encode())
     assert process.wait(30) == 0
     try:
         while data := os.read(master, 1024):
-            seen += data
+            output += data
     except OSError:
-        pass  # the other side is closed, and all is read
+        pass  # the process has closed the terminal, and all output is read
     os.close(master)
-    assert b"Set GENERIC credential wandb." in seen
-    assert VALUE.encode() not in seen
+    assert b"Set GENERIC credential wandb." in output
+    assert VALUE.encode() not in output
     assert VALUE in (cli.state / "credentials" / "wandb.json").read_text()
 
 
-def test_errors_are_refused_without_the_secret_value(cli: Cli) -> None:
+def test_error_messages_do_not_contain_the_secret_value(cli: Cli) -> None:
     name = ("credential", "set", "one")
     cases = {
         name: "the payload is missing",

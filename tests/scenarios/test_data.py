@@ -9,16 +9,16 @@ from distflow.testing.s3 import S3Server
 from scenarios.conftest import Cli
 
 
-def _make(top: Path, names: dict[str, str]) -> Path:
+def _write_files(top: Path, names: dict[str, str]) -> Path:
     for name, text in names.items():
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text(text)
     return top
 
 
-def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
+def test_files_are_uploaded_listed_downloaded_checked_and_deleted(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
-    _make(cli.folder / "results", {"a.txt": "A", "sub/b.pt": "BB"})
+    _write_files(cli.folder / "results", {"a.txt": "A", "sub/b.pt": "BB"})
     sent = cli.run("data", "upload", "s3://b/run", "results", "-t", "json", "-b", "measured")
     assert (sent.code, sent.err) == (0, "")
     assert json.loads(sent.out) == {"url": "s3://b/run", "files": 2, "bytes": 3, "already_there": 0}
@@ -41,7 +41,7 @@ def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
     assert (cli.folder / "list.txt").read_text() == "a.txt\nsub/b.pt\n"
     assert cli.run("data", "list", "s3://b/run/results", "list.txt").code == 2
 
-    got = _make(cli.folder / "got", {"a.txt": "A"})
+    got = _write_files(cli.folder / "got", {"a.txt": "A"})
     again = cli.run("data", "download", "s3://b/run/results", "got", "-r").out
     assert again == "downloaded 1 file, 2 B; 1 file was already there\n"
     assert (got / "sub/b.pt").read_text() == "BB"
@@ -54,9 +54,9 @@ def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
     assert cli.run("data", "list", "-r", "s3://b/run").out == "results/a.txt\n"
 
 
-def test_incomplete_work_does_not_exit_with_0(cli: Cli, s3: S3Server) -> None:
+def test_failed_commands_exit_with_2_or_3_and_name_the_cause(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
-    _make(cli.folder / "results", {"a.txt": "A"})
+    _write_files(cli.folder / "results", {"a.txt": "A"})
     for arguments, code, words in (
         (["upload", "s3://b/run", "nothing"], 3, "nothing: No such file"),
         (["upload", "s3://b/run", "results", "-x", "x"], 2, "no files to upload that match `x`"),
@@ -86,9 +86,9 @@ def test_incomplete_work_does_not_exit_with_0(cli: Cli, s3: S3Server) -> None:
     assert "wrong-4711" not in done.out + done.err
 
 
-def test_a_credential_of_the_bucket_is_used_before_the_environment(cli: Cli, s3: S3Server) -> None:
+def test_a_stored_credential_is_used_for_its_bucket(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
-    _make(bucket, {"in/a.txt": "A\n"})
+    _write_files(bucket, {"in/a.txt": "A\n"})
     for name in list(s3.environment):
         cli.environment.pop(name, None)
     cli.environment["AWS_EC2_METADATA_DISABLED"] = "true"
@@ -97,8 +97,8 @@ def test_a_credential_of_the_bucket_is_used_before_the_environment(cli: Cli, s3:
     assert "there are no usable credentials for it" in refused.err
     for key, code, words in (("wrong-5ecret", 3, "s3://b/in: "), (s3.access_key, 0, "a.txt")):
         payload = [f"access_key_id={s3.access_key_id}", f"access_key={key}", "endpoint=s3://b", f"override_url={s3.url}"]
-        kept = cli.run("credential", "set", "store", "--type", "DATA", "--payload", *payload, "region=us-east-1")
-        assert kept.code == 0, kept.err
+        stored = cli.run("credential", "set", "store", "--type", "DATA", "--payload", *payload, "region=us-east-1")
+        assert stored.code == 0, stored.err
         done = cli.run("data", "list", "s3://b/in")
         assert done.code == code, done.err
         assert words in done.out + done.err

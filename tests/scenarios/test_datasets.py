@@ -12,7 +12,7 @@ from scenarios.conftest import Cli
 
 
 @pytest.mark.parametrize("where", ["state", "s3"])
-def test_versions_are_made_shown_fetched_and_removed(where: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+def test_versions_are_uploaded_listed_downloaded_and_deleted(where: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if where == "s3":
         server: S3Server = request.getfixturevalue("s3")
         server.bucket("b")
@@ -78,7 +78,7 @@ workflow:
 
 
 @pytest.mark.parametrize("where", ["state", "s3"])
-def test_tasks_take_datasets_and_make_new_versions(where: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+def test_tasks_read_datasets_and_write_new_versions(where: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if where == "s3":
         server: S3Server = request.getfixturevalue("s3")
         server.bucket("b")
@@ -95,13 +95,13 @@ def test_tasks_take_datasets_and_make_new_versions(where: str, cli: Cli, request
     assert done.code == 0, done.err
     assert "[rate] 1\n" in done.out
     events = cli.run("workflow", "events", "chain-1").out
-    comes = "is fetched by its node" if where == "s3" else "was fetched"
-    assert f"[train] its input {comes}: dataset numbers:1: 1 file, 2 B" in events
+    fetched = "is fetched by its node" if where == "s3" else "was fetched"
+    assert f"[train] its input {fetched}: dataset numbers:1: 1 file, 2 B" in events
     assert "[train] its output is at dataset model:1: 1 file, 2 B" in events
-    assert f"[rate] its input {comes}: dataset model:1: 1 file, 2 B" in events
+    assert f"[rate] its input {fetched}: dataset model:1: 1 file, 2 B" in events
     (found,) = json.loads(cli.run("dataset", "info", "all:1", "-t", "json").out)["versions"]
     assert [one["path"] for one in found["files"]] == ["model/deep/sum.pt", "notes"]
-    # What was there in version 2, and what is new.
+    # The files of version 2, and the new ones.
     assert "[train] its output is at dataset numbers:3: 3 files" in events
     (found,) = json.loads(cli.run("dataset", "info", "numbers:3", "-t", "json").out)["versions"]
     assert [one["path"] for one in found["files"]] == ["model/deep/sum.pt", "notes", "two"]
@@ -110,7 +110,7 @@ def test_tasks_take_datasets_and_make_new_versions(where: str, cli: Cli, request
     assert (cli.folder / "numbers" / "two").read_text() == "2\n"
 
 
-def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -> None:
+def test_a_version_is_written_once_when_the_supervisor_is_killed(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     path = cli.folder / "distflow.yaml"
     path.write_text("datasets: s3://b/sets\n" + path.read_text())
@@ -133,7 +133,7 @@ def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -
     assert one["versions"] == [1]
 
 
-def test_a_dataset_that_is_not_there_ends_the_group(cli: Cli) -> None:
+def test_a_missing_dataset_or_output_path_fails_the_group(cli: Cli) -> None:
     spec = "workflow:\n  name: none\n  tasks:\n  - {name: a, command: ['true'], inputs: [{dataset: {name: 'none:2'}}]}\n"
     done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
     assert done.code == 1
@@ -144,7 +144,7 @@ def test_a_dataset_that_is_not_there_ends_the_group(cli: Cli) -> None:
     assert "its output cannot be written: dataset m: the output has no `x`" in done.err
 
 
-def test_a_wrong_place_for_datasets_is_reported(cli: Cli) -> None:
+def test_a_read_only_url_for_datasets_is_reported(cli: Cli) -> None:
     path = cli.folder / "distflow.yaml"
     path.write_text("datasets: https://b/sets\n" + path.read_text())
     done = cli.run("dataset", "list")

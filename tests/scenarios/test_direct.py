@@ -1,4 +1,4 @@
-"""Data that nodes move themselves: nothing of it passes here, unless a node cannot; faults meanwhile."""
+"""Direct transfers between nodes and stores. Data passes through this machine only if a node cannot transfer it."""
 
 from __future__ import annotations
 
@@ -68,25 +68,26 @@ workflow:
       inputs: [{url: "s3://b/in"}]
       command: [sh, -c, 'ls {{input:0}}']
 """
-PLAIN = TAKES.replace(", {dataset: {name: words}}", "").replace("; cat {{input:1}}/words/w", "")
+WITHOUT_DATASET = TAKES.replace(", {dataset: {name: words}}", "").replace("; cat {{input:1}}/words/w", "")
 
 
 def _bare_python(folder: Path) -> str:
-    """Return a python that has nothing but itself."""
+    """Return a Python without packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "bare")], check=True)
     return str(folder / "bare" / "bin" / "python")
 
 
 def _packed(cli: Cli) -> list[Path]:
-    """Outputs that a node has packed: without that, nothing of them can leave it but to a store."""
+    """Return the outputs that a node has packed, as it does before it sends them to this machine."""
     return list(cli.folder.rglob("packed.json"))
 
 
-def _deliverers(cli: Cli) -> list[int]:
-    return [pid for pid, _ in cli.processes() if _name(pid) == "df-data"]
+def _transfer_pids(cli: Cli) -> list[int]:
+    """Return the pids of the processes that transfer data on nodes."""
+    return [pid for pid, _ in cli.processes() if _process_name(pid) == "df-data"]
 
 
-def _name(pid: int) -> str:
+def _process_name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
@@ -97,7 +98,7 @@ def _events(cli: Cli, ident: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_nothing_passes_through_this_machine(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
+def test_outputs_go_directly_to_the_store(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
     bucket = s3.bucket("b")
     if where == "lab":
         request.getfixturevalue("lab")
@@ -115,7 +116,7 @@ def test_nothing_passes_through_this_machine(where: str, cli: Cli, s3: S3Server,
 
 
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_a_node_without_a_driver_is_relayed_and_shows_how_to_avoid_that(
+def test_outputs_of_a_node_without_s3fs_are_relayed_and_the_remedy_is_shown(
     where: str, cli: Cli, s3: S3Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     bucket, python = s3.bucket("b"), _bare_python(tmp_path)
@@ -137,7 +138,7 @@ def test_a_node_without_a_driver_is_relayed_and_shows_how_to_avoid_that(
     assert f"has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
 
-def test_local_data_and_file_credentials_stay_on_this_machine(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
+def test_uploads_with_credentials_in_files_are_relayed(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
     bucket = s3.bucket("b")
     config = tmp_path / "aws"
     config.write_text(
@@ -156,7 +157,7 @@ def test_local_data_and_file_credentials_stay_on_this_machine(cli: Cli, s3: S3Se
     assert "[only] its output goes to s3://b/x through this machine: credentials in files or roles" in events
 
 
-def test_an_upload_that_a_node_may_not_do_is_relayed(cli: Cli, s3: S3Server) -> None:
+def test_an_upload_that_the_store_refuses_is_tried_again_through_this_machine_and_fails(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     cli.environment["AWS_SECRET_ACCESS_KEY"] = "wrong-4711"
     ident = cli.submit(cli.spec(ONE.replace("URL", "s3://b/x")))
@@ -169,7 +170,7 @@ def test_an_upload_that_a_node_may_not_do_is_relayed(cli: Cli, s3: S3Server) -> 
     assert found.stdout == ""
 
 
-def test_an_output_that_cannot_be_handed_on_is_named_at_once(cli: Cli, s3: S3Server) -> None:
+def test_an_output_with_a_link_to_another_directory_fails_without_a_relay(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     spec = ONE.replace("URL", "s3://b/x").replace("head -c 3000000 /dev/urandom > {{output}}/a.pt", "ln -s /etc {{output}}/up")
     ident = cli.submit(cli.spec(spec))
@@ -179,16 +180,17 @@ def test_an_output_that_cannot_be_handed_on_is_named_at_once(cli: Cli, s3: S3Ser
     assert "through this machine" not in _events(cli, ident)
 
 
-def _begin(cli: Cli, s3: S3Server) -> tuple[str, int]:
-    """Return a workflow of which the output is on its way to a store that does not move, and the process that brings it."""
+def _start_upload(cli: Cli, s3: S3Server) -> tuple[str, int]:
+    """Start the upload of an output to a suspended store. Return the workflow and the pid of the transfer process."""
     s3.bucket("b")
     s3.freeze()
     ident = cli.submit(cli.spec(ONE.replace("URL", "s3://b/x")))
-    wait_until(lambda: len(_deliverers(cli)) == 1, 60)
-    return ident, _deliverers(cli)[0]
+    wait_until(lambda: len(_transfer_pids(cli)) == 1, 60)
+    return ident, _transfer_pids(cli)[0]
 
 
-def _all_is_there(cli: Cli, s3: S3Server, ident: str) -> None:
+def _await_upload(cli: Cli, s3: S3Server, ident: str) -> None:
+    """Wait until the workflow completes, and check that its output was uploaded once and directly."""
     cli.await_status(ident, "COMPLETED")
     assert (s3.data / "b" / "x" / "a.pt").stat().st_size == LARGE
     events = _events(cli, ident)
@@ -197,32 +199,32 @@ def _all_is_there(cli: Cli, s3: S3Server, ident: str) -> None:
     assert _packed(cli) == []
 
 
-def test_a_transfer_that_is_cut_is_asked_for_again(cli: Cli, s3: S3Server) -> None:
-    ident, pid = _begin(cli, s3)
+def test_a_killed_upload_is_started_again(cli: Cli, s3: S3Server) -> None:
+    ident, pid = _start_upload(cli, s3)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: set(_deliverers(cli)) - {pid}, 60)
+    wait_until(lambda: set(_transfer_pids(cli)) - {pid}, 60)
     s3.thaw()
-    _all_is_there(cli, s3, ident)
+    _await_upload(cli, s3, ident)
 
 
 @pytest.mark.ssh
-def test_a_node_whose_link_is_cut_continues_when_the_link_is_back(lab: Lab, s3: S3Server) -> None:
+def test_an_upload_continues_when_its_node_is_reachable_again(lab: Lab, s3: S3Server) -> None:
     cli = lab.cli
     lab.configure(names=("gpu1",), connect_timeout="2s")
-    ident, pid = _begin(cli, s3)
+    ident, pid = _start_upload(cli, s3)
     lab.servers["gpu1"].stop()
-    # It ends with its connection; and that one is away for longer than any number of tries.
-    wait_until(lambda: pid not in _deliverers(cli), 60)
+    # The process ends with its connection, which is then missing for longer than all retries take.
+    wait_until(lambda: pid not in _transfer_pids(cli), 60)
     lab.await_message(ident, "writing outputs: s3://b/x; gpu1 is unreachable: ")
     lab.servers["gpu1"].start()
     s3.thaw()
-    _all_is_there(cli, s3, ident)
+    _await_upload(cli, s3, ident)
 
 
 @pytest.mark.ssh
-def test_a_node_that_does_not_come_back_spoils_its_output(lab: Lab, s3: S3Server) -> None:
+def test_a_node_that_is_lost_during_an_upload_fails_the_group(lab: Lab, s3: S3Server) -> None:
     lab.configure(names=("gpu1",), connect_timeout="2s", node_lost_after="2s")
-    ident, _ = _begin(lab.cli, s3)
+    ident, _ = _start_upload(lab.cli, s3)
     lab.servers["gpu1"].stop()
     body = lab.cli.await_status(ident, "FAILED_BACKEND_ERROR")
     assert body["groups"][0]["reason"] == "NODE_LOST"
@@ -230,24 +232,24 @@ def test_a_node_that_does_not_come_back_spoils_its_output(lab: Lab, s3: S3Server
     s3.thaw()
 
 
-def test_the_next_supervisor_continues_transfers_of_a_killed_one(cli: Cli, s3: S3Server) -> None:
-    ident, pid = _begin(cli, s3)
+def test_the_next_supervisor_continues_an_upload_of_a_killed_one(cli: Cli, s3: S3Server) -> None:
+    ident, pid = _start_upload(cli, s3)
     cli.kill_supervisor()
-    wait_until(lambda: pid not in _deliverers(cli), 30)
+    wait_until(lambda: pid not in _transfer_pids(cli), 30)
     s3.thaw()
-    _all_is_there(cli, s3, ident)
+    _await_upload(cli, s3, ident)
 
 
-def test_a_cancel_does_not_wait_for_it(cli: Cli, s3: S3Server) -> None:
-    ident, pid = _begin(cli, s3)
+def test_a_cancel_does_not_wait_for_an_upload(cli: Cli, s3: S3Server) -> None:
+    ident, pid = _start_upload(cli, s3)
     assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
     assert cli.query(ident)["status"] == "FAILED_CANCELED"
-    wait_until(lambda: pid not in _deliverers(cli), 30)
+    wait_until(lambda: pid not in _transfer_pids(cli), 30)
     s3.thaw()
 
 
-def _fill(cli: Cli, s3: S3Server, size: int = LARGE) -> None:
-    """Put a large file below a URL, and a dataset next to it."""
+def _write_inputs(cli: Cli, s3: S3Server, size: int = LARGE) -> None:
+    """Write a large and a small file below ``s3://b/in``, and upload a dataset."""
     config = Path(cli.environment["DISTFLOW_CONFIG"])
     config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "datasets": "s3://b/sets"}))
     bucket = s3.bucket("b")
@@ -258,16 +260,11 @@ def _fill(cli: Cli, s3: S3Server, size: int = LARGE) -> None:
     assert cli.run("dataset", "upload", "words", str(cli.folder / "w")).code == 0
 
 
-def _archives(cli: Cli) -> list[Path]:
-    """Blobs of this machine that are large: what passes through it is one."""
-    return [path for path in (cli.state / "blobs").glob("*") if path.stat().st_size >= LARGE]
-
-
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_inputs_come_to_their_nodes_directly(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
+def test_nodes_fetch_inputs_directly_from_the_store(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
     if where == "lab":
         request.getfixturevalue("lab")
-    _fill(cli, s3)
+    _write_inputs(cli, s3)
     done = cli.run("workflow", "submit", cli.spec(TAKES), "--wait")
     assert done.code == 0, done.err
     assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
@@ -279,10 +276,10 @@ def test_inputs_come_to_their_nodes_directly(where: str, cli: Cli, s3: S3Server,
 
 
 @pytest.mark.ssh
-def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3Server, tmp_path: Path) -> None:
+def test_inputs_of_a_node_without_s3fs_are_relayed(lab: Lab, s3: S3Server, tmp_path: Path) -> None:
     cli, python = lab.cli, _bare_python(tmp_path)
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": python}})
-    _fill(cli, s3)
+    _write_inputs(cli, s3)
     done = cli.run("workflow", "submit", cli.spec(TAKES), "--wait")
     assert done.code == 0, done.err
     assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
@@ -291,13 +288,13 @@ def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3
 
 
 def test_a_node_without_disk_space_for_an_input_is_reported(cli: Cli, s3: S3Server) -> None:
-    _fill(cli, s3, 5 * LARGE)
+    _write_inputs(cli, s3, 5 * LARGE)
     cli.top.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * LARGE}", "tmpfs", str(cli.top)]
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("mounting a small disk needs root")
     try:
-        ident = cli.submit(cli.spec(PLAIN))
+        ident = cli.submit(cli.spec(WITHOUT_DATASET))
         body = cli.await_status(ident, "FAILED")
         assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
         assert "No space left on device" in body["groups"][0]["message"]
@@ -306,20 +303,20 @@ def test_a_node_without_disk_space_for_an_input_is_reported(cli: Cli, s3: S3Serv
         subprocess.run(["umount", "-l", str(cli.top)], check=True)
 
 
-def test_a_fetch_that_is_killed_is_asked_for_again_and_a_cancel_ends_it(cli: Cli, s3: S3Server) -> None:
-    _fill(cli, s3)
+def test_a_killed_fetch_is_started_again_and_a_cancel_ends_it(cli: Cli, s3: S3Server) -> None:
+    _write_inputs(cli, s3)
     go = cli.folder / "GO"
     holding = cli.submit(cli.spec(HOLD.replace("GO", str(go)), "hold.yaml"))
-    ident = cli.submit(cli.spec(PLAIN.replace("  groups:", "  resources: {default: {cpu: 32}}\n  groups:")))
-    # It is looked up before the store stands still, and fetched after.
+    ident = cli.submit(cli.spec(WITHOUT_DATASET.replace("  groups:", "  resources: {default: {cpu: 32}}\n  groups:")))
+    # The input is listed before the store is suspended, and fetched afterwards.
     wait_until(lambda: _events(cli, ident).count("is fetched by its node") == 2, 60)
     s3.freeze()
     go.touch()
     cli.await_status(holding, "COMPLETED")
-    wait_until(lambda: len(_deliverers(cli)) == 2, 60)
-    first = set(_deliverers(cli))
+    wait_until(lambda: len(_transfer_pids(cli)) == 2, 60)
+    first = set(_transfer_pids(cli))
     os.kill(min(first), signal.SIGKILL)
-    wait_until(lambda: len(set(_deliverers(cli)) - first) == 1, 60)
+    wait_until(lambda: len(set(_transfer_pids(cli)) - first) == 1, 60)
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
-    wait_until(lambda: not _deliverers(cli), 30)
+    wait_until(lambda: not _transfer_pids(cli), 30)
     s3.thaw()

@@ -16,7 +16,7 @@ from distflow.testing.waiting import wait_until
 from scenarios.cluster import Cluster
 from scenarios.conftest import Cli
 from scenarios.kubernetes_pool import KubernetesPool
-from scenarios.lab import Lab, checkout, json_lines, train
+from scenarios.lab import Lab, copy_specs, json_lines, train
 from scenarios.raypool import RayPool
 
 EPOCHS = 6
@@ -62,7 +62,7 @@ workflow:
     - {name: worker, ranks: {size: 1}, command: *wait}
 """
 POOLS: Mapping[str, Configure] = {"local": _local, "lab": _ssh, "cluster": _slurm, "ray": _ray, "pods": _kubernetes}
-"""The name of the pool of each backend."""
+"""A function for each backend, which configures its pool, by the name of the pool."""
 
 
 @pytest.mark.torch
@@ -71,7 +71,7 @@ POOLS: Mapping[str, Configure] = {"local": _local, "lab": _ssh, "cluster": _slur
 def test_the_same_file_gives_the_same_loss_on_every_backend(
     cli: Cli, repository: Path, forking_site: str, request: pytest.FixtureRequest
 ) -> None:
-    spec = checkout(cli, repository) / "pytorch_dist.yaml"
+    spec = copy_specs(cli, repository) / "pytorch_dist.yaml"
     digest = hashlib.sha256(spec.read_bytes()).hexdigest()
     losses: dict[str, float] = {}
     for name, configure in POOLS.items():
@@ -95,12 +95,12 @@ def test_the_same_file_gives_the_same_loss_on_every_backend(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a spec does on every cluster."""
+    """The expected ranks and results of a spec, and the values to set."""
 
     ranks: int
     values: tuple[str, ...] = ("epochs=6",)
     results: int = 1
-    """How many of its JSON documents have the accuracy at the end, or a digest of the weights."""
+    """The number of JSON documents in its output with the final accuracy or a digest of the weights."""
 
 
 SAMPLES: Mapping[str, Sample] = {
@@ -116,7 +116,7 @@ RUNS = [(backend, name) for backend in ("cluster", "ray", "pods") for name in SA
 
 @pytest.fixture(scope="module")
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """A cluster of its own: each task needs a node, and the largest spec has three."""
+    """A Slurm cluster with three nodes: each task needs a node, and the largest spec has three tasks."""
     if why := missing_slurm():
         pytest.skip(why)
     with Slurm(tmp_path_factory.mktemp("slurm"), nodes=3) as made:
@@ -125,13 +125,13 @@ def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(three_nodes: Slurm) -> Iterator[Slurm]:
-    """Replaces the cluster that other modules share."""
+    """Replace the cluster of the other modules."""
     yield three_nodes
     three_nodes.cancel_jobs()
 
 
-def test_no_spec_is_missing(repository: Path) -> None:
-    # `fine_tune` needs weights to begin with: `test_resume.py` runs it.
+def test_every_spec_is_tested(repository: Path) -> None:
+    # `fine_tune` needs initial weights, so `test_resume.py` runs it.
     assert {path.stem for path in (repository / "workflow_specs").glob("*.yaml")} == {"pytorch_dist", "fine_tune", *SAMPLES}
 
 
@@ -144,13 +144,13 @@ def test_a_spec_completes_with_exactly_its_ranks(
     POOLS[backend](cli, request, {"PYTHONPATH": forking_site})
     run_sample(cli, repository, name)
     if backend == "pods":
-        request.getfixturevalue("kubernetes_pool").await_nothing()
+        request.getfixturevalue("kubernetes_pool").await_no_objects()
 
 
 @pytest.mark.torch
 @pytest.mark.ssh
 @pytest.mark.timeout(400)
-def test_the_pipeline_hands_its_data_on_through_a_login_node(far_cluster: Cluster, repository: Path, forking_site: str) -> None:
+def test_the_pipeline_passes_data_on_through_a_login_node(far_cluster: Cluster, repository: Path, forking_site: str) -> None:
     far_cluster.configure(environment={"PYTHONPATH": forking_site})
     run_sample(far_cluster.cli, repository, "pipeline")
 
@@ -158,7 +158,7 @@ def test_the_pipeline_hands_its_data_on_through_a_login_node(far_cluster: Cluste
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["ray", "pods"])
 def test_a_lost_state_directory_is_rebuilt_from_the_cluster(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
-    """The same on Slurm is in ``test_slurm_faults``."""
+    """``test_slurm_faults`` has the same test for Slurm."""
     POOLS[backend](cli, request, {})
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(WAITS.replace("GO", str(go))))
@@ -172,19 +172,19 @@ def test_a_lost_state_directory_is_rebuilt_from_the_cluster(backend: str, cli: C
     done = cli.run("workflow", "adopt")
     assert (done.code, f"{workflow}: adopted" in done.out) == (0, True), done.out + done.err
     assert cli.run("workflow", "adopt").out == "Nothing to adopt: the store has every workflow that the nodes reported.\n"
-    taken = cli.await_running(workflow, 120)
+    adopted = cli.await_running(workflow, 120)
     for task, one in before.items():
-        assert (taken[task]["node_name"], taken[task]["pid"]) == (one["node_name"], one["pid"])
+        assert (adopted[task]["node_name"], adopted[task]["pid"]) == (one["node_name"], one["pid"])
     go.touch()
     assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
     assert (cli.logs(workflow).count("] up"), cli.logs(workflow).count("] late")) == (2, 2)
     if backend == "pods":
-        request.getfixturevalue("kubernetes_pool").await_nothing()
+        request.getfixturevalue("kubernetes_pool").await_no_objects()
 
 
 def run_sample(cli: Cli, repository: Path, name: str) -> None:
-    """Run a spec to its end: each task on a node of its own, and each rank exactly once."""
-    sample, spec = SAMPLES[name], str(checkout(cli, repository) / f"{name}.yaml")
+    """Run a spec until it ends, and check that each task has its own node, and that each rank runs once."""
+    sample, spec = SAMPLES[name], str(copy_specs(cli, repository) / f"{name}.yaml")
     values = ["--set", *(value.replace("FOLDER", str(cli.folder)) for value in sample.values)] if sample.values else []
     done = cli.run("workflow", "submit", spec, "--wait", *values, timeout=300)
     assert done.code == 0, done.err + done.out
@@ -192,9 +192,9 @@ def run_sample(cli: Cli, repository: Path, name: str) -> None:
     log, tasks = cli.logs(workflow), cli.tasks(workflow)
     rows = json_lines(log)
     begun = [row for row in rows if row.get("event") == "started" or row.get("begins")]
-    said = [(row["rank"], row.get("world_size", sample.ranks)) for row in begun]
-    said += [(int(rank), int(size)) for rank, size in re.findall(r"rank (\d+) of (\d+)$", log, re.MULTILINE)]
-    assert sorted(said) == [(rank, sample.ranks) for rank in range(sample.ranks)]
+    ranks = [(row["rank"], row.get("world_size", sample.ranks)) for row in begun]
+    ranks += [(int(rank), int(size)) for rank, size in re.findall(r"rank (\d+) of (\d+)$", log, re.MULTILINE)]
+    assert sorted(ranks) == [(rank, sample.ranks) for rank in range(sample.ranks)]
     assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
     results = [row for row in rows if row.get("event") in ("finished", "evaluated") or "weights" in row]
     assert len(results) == sample.results, rows

@@ -1,4 +1,4 @@
-"""A command in a running task's environment: its surroundings, its terminal, its end."""
+"""``workflow exec``: a command in the environment of a running task, with pipes or a terminal, and the end of both."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ workflow:
       ranks: {size: 1}
       command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
 """
-LOOK = "sh -c 'echo \"$PWD|$COLOR|$CUDA_VISIBLE_DEVICES|$NODE_RANK|$TOKEN|$TORCHELASTIC_ERROR_FILE\"; command -v python3'"
+SHOW_ENVIRONMENT = (
+    "sh -c 'echo \"$PWD|$COLOR|$CUDA_VISIBLE_DEVICES|$NODE_RANK|$TOKEN|$TORCHELASTIC_ERROR_FILE\"; command -v python3'"
+)
 
 
 class Terminal:
-    """distflow in a pseudo-terminal, and what a person sees and types there."""
+    """distflow in a pseudo-terminal: the keys that are typed, and the output."""
 
     def __init__(self, cli: Cli, *arguments: str) -> None:
         self.master, self.slave = pty.openpty()
         self.resize(33, 101)
-        self.before = termios.tcgetattr(self.slave)
+        self.settings = termios.tcgetattr(self.slave)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "distflow", *arguments], stdin=self.slave, stdout=self.slave, stderr=self.slave,
             env=cli.environment | {"TERM": "xterm-test"}, cwd=cli.folder, start_new_session=True,
         )  # fmt: skip
-        self.seen = ""
+        self.output = ""
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -57,29 +59,29 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def look(self) -> str:
+    def read(self) -> str:
         while select.select([self.master], [], [], 0)[0]:
-            self.seen += os.read(self.master, 65536).decode()
-        return self.seen
+            self.output += os.read(self.master, 65536).decode()
+        return self.output
 
     def await_text(self, text: str) -> None:
         try:
-            wait_until(lambda: text in self.look(), 40)
+            wait_until(lambda: text in self.read(), 40)
         except TimeoutError:
-            raise AssertionError(f"{text!r} is not in {self.seen!r}") from None
+            raise AssertionError(f"{text!r} is not in {self.output!r}") from None
 
     def await_end(self) -> int:
-        """Wait for the end; the terminal must then be as it was."""
-        wait_until(lambda: self.look() is not None and self.process.poll() is not None, 40)
-        assert termios.tcgetattr(self.slave) == self.before
+        """Wait until distflow exits, check that the terminal has its former settings, and return the exit code."""
+        wait_until(lambda: self.read() is not None and self.process.poll() is not None, 40)
+        assert termios.tcgetattr(self.slave) == self.settings
         for fd in (self.master, self.slave):
             os.close(fd)
         return int(self.process.wait())
 
 
 @pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
-    """A distflow whose pool is this machine, or hosts behind SSH."""
+def any_cli(request: pytest.FixtureRequest, cli: Cli) -> Cli:
+    """Run the test with a local pool of two GPUs, and again with ``lab``."""
     if request.param == "lab":
         lab: Lab = request.getfixturevalue("lab")
         return lab.cli
@@ -99,41 +101,41 @@ def _end(cli: Cli, go: Path) -> None:
     cli.await_status("gang-1", "COMPLETED")
 
 
-def test_pipes_carry_input_output_and_the_exit_code_in_the_surroundings_of_the_task(place: Cli) -> None:
-    go = _start(place, "--set-env", "TOKEN=secret-1")
-    seen = place.run("workflow", "exec", "gang-1", "master", "--entry", LOOK)
-    assert seen.code == 0, seen.err
-    where, color, gpus, rank, token, error_file = seen.out.splitlines()[0].split("|")
+def test_exec_with_pipes_passes_input_output_exit_code_and_the_tasks_environment(any_cli: Cli) -> None:
+    go = _start(any_cli, "--set-env", "TOKEN=secret-1")
+    shown = any_cli.run("workflow", "exec", "gang-1", "master", "--entry", SHOW_ENVIRONMENT)
+    assert shown.code == 0, shown.err
+    where, color, gpus, rank, token, error_file = shown.out.splitlines()[0].split("|")
     assert where.endswith("/train/master/0/work")
     assert color.startswith("green /")
     assert color.endswith("/train/master/0/output")
     assert (gpus in ("0", "1"), rank, token, error_file) == (True, "0", "secret-1", "")
-    assert seen.out.splitlines()[1] == str(Path(sys.executable).with_name("python3"))
-    given = os.urandom(300_000).hex()
+    assert shown.out.splitlines()[1] == str(Path(sys.executable).with_name("python3"))
+    sent = os.urandom(300_000).hex()
     command = [sys.executable, "-m", "distflow", "workflow", "exec", "gang-1", "worker", "--entry"]
-    # More input than fits anywhere, an end of it, output and errors apart, and the code at last.
+    # More input than any buffer holds, then its end; output and errors are separate, and the exit code arrives.
     done = subprocess.run(
-        [*command, "sh -c 'cat; echo oops >&2; exit 7'"], input=given, capture_output=True, text=True, check=False,
-        env=place.environment, cwd=place.folder, timeout=60,
+        [*command, "sh -c 'cat; echo oops >&2; exit 7'"], input=sent, capture_output=True, text=True, check=False,
+        env=any_cli.environment, cwd=any_cli.folder, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stderr, done.stdout == given) == (7, "oops\n", True)
-    assert place.run("workflow", "exec", "gang-1", "worker", "--entry", "no-such-program").code == 127
-    assert place.run("workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'kill -9 $$'").code == 137
-    # The secret reached no disk of the node.
-    assert not [path for path in place.folder.rglob("launch.json") if b"secret-1" in path.read_bytes()]
-    _end(place, go)
+    assert (done.returncode, done.stderr, done.stdout == sent) == (7, "oops\n", True)
+    assert any_cli.run("workflow", "exec", "gang-1", "worker", "--entry", "no-such-program").code == 127
+    assert any_cli.run("workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'kill -9 $$'").code == 137
+    # No `launch.json` contains the secret.
+    assert not [path for path in any_cli.folder.rglob("launch.json") if b"secret-1" in path.read_bytes()]
+    _end(any_cli, go)
 
 
-def test_a_terminal_has_its_size_its_keys_and_its_end(place: Cli) -> None:
-    go = _start(place)
-    screen = Terminal(place, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
+def test_exec_in_a_terminal_passes_its_size_ctrl_c_and_the_exit_code(any_cli: Cli) -> None:
+    go = _start(any_cli)
+    screen = Terminal(any_cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
     screen.type("PS1='> '; echo \"$TERM:$(stty size):$NODE_RANK\" | tr a-z A-Z\n")
     screen.await_text("XTERM-TEST:33 101:1")
     screen.resize(40, 90)
     os.killpg(screen.process.pid, signal.SIGWINCH)
     screen.type("until [ \"$(stty size)\" = '40 90' ]; do sleep 0.2; done; echo re''sized\n")
     screen.await_text("resized")
-    # Ctrl-C is the command's, not ours; who says that it has started has the foreground.
+    # Ctrl-C must end the command, not distflow. A command that has printed `started` is in the foreground.
     screen.type("/bin/sh -c 'echo sta\"\"rted; exec sleep 600'\n")
     screen.await_text("started")
     screen.type("\x03")
@@ -141,17 +143,17 @@ def test_a_terminal_has_its_size_its_keys_and_its_end(place: Cli) -> None:
     screen.await_text("after")
     screen.type("exit 9\n")
     assert screen.await_end() == 9
-    _end(place, go)
+    _end(any_cli, go)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_any_end_of_the_session_ends_the_command_and_its_daemons(place: Cli, number: signal.Signals) -> None:
-    go = _start(place)
+def test_a_killed_exec_ends_the_command_and_its_daemons(any_cli: Cli, number: signal.Signals) -> None:
+    go = _start(any_cli)
     marker = "4711.5"
-    screen = Terminal(place, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
+    screen = Terminal(any_cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
     screen.type(f"setsid nohup sleep {marker} >/dev/null 2>&1 & echo sta''rted; trap '' HUP TERM\n")
     screen.await_text("started")
-    wait_until(lambda: any(f"sleep {marker}" in words for _, words in place.processes()), 20)
+    wait_until(lambda: any(f"sleep {marker}" in words for _, words in any_cli.processes()), 20)
     screen.process.send_signal(number)
     if number == signal.SIGKILL:
         screen.process.wait(20)
@@ -159,28 +161,28 @@ def test_any_end_of_the_session_ends_the_command_and_its_daemons(place: Cli, num
         os.close(screen.slave)
     else:
         assert screen.await_end() == 128 + number
-    wait_until(lambda: not [words for _, words in place.processes() if marker in words or words.strip() == "/bin/sh"], 20)
-    assert {task["status"] for task in place.tasks("gang-1").values()} == {"RUNNING"}
-    _end(place, go)
+    wait_until(lambda: not [words for _, words in any_cli.processes() if marker in words or words.strip() == "/bin/sh"], 20)
+    assert {task["status"] for task in any_cli.tasks("gang-1").values()} == {"RUNNING"}
+    _end(any_cli, go)
 
 
-def test_the_command_ends_with_the_task(place: Cli) -> None:
-    go = _start(place)
-    screen = Terminal(place, "workflow", "exec", "gang-1", "master", "--entry", "sh -c 'echo up; sleep 600'")
+def test_the_command_ends_with_the_task(any_cli: Cli) -> None:
+    go = _start(any_cli)
+    screen = Terminal(any_cli, "workflow", "exec", "gang-1", "master", "--entry", "sh -c 'echo up; sleep 600'")
     screen.await_text("up")
-    _end(place, go)
+    _end(any_cli, go)
     screen.await_text("the task has ended, so the command was killed")
     assert screen.await_end() == 129
 
 
-def test_exec_on_a_group_runs_the_command_for_every_task(place: Cli) -> None:
-    go = _start(place)
+def test_exec_on_a_group_runs_the_command_for_every_task(any_cli: Cli) -> None:
+    go = _start(any_cli)
     entry = "sh -c 'echo rank $NODE_RANK; echo err >&2; printf end; exit $((NODE_RANK + 3))'"
-    done = place.run("workflow", "exec", "gang-1", "--group", "train", "--entry", entry)
+    done = any_cli.run("workflow", "exec", "gang-1", "--group", "train", "--entry", entry)
     assert done.code == 4
     assert sorted(done.out.splitlines()) == ["[master] end", "[master] rank 0", "[worker] end", "[worker] rank 1"]
     assert sorted(done.err.splitlines()) == ["[master] err", "[worker] err"]
-    _end(place, go)
+    _end(any_cli, go)
 
 
 def test_impossible_requests_are_reported(cli: Cli) -> None:
@@ -206,7 +208,7 @@ def test_impossible_requests_are_reported(cli: Cli) -> None:
 
 
 @pytest.mark.ssh
-def test_an_unreachable_node_is_reported_in_time(lab: Lab) -> None:
+def test_an_unreachable_node_is_reported_after_connect_timeout(lab: Lab) -> None:
     go = _start(lab.cli)
     node = str(lab.cli.tasks("gang-1")["worker"]["node_name"])
     lab.servers[node].freeze()
@@ -219,7 +221,7 @@ def test_an_unreachable_node_is_reported_in_time(lab: Lab) -> None:
 
 
 @pytest.mark.ssh
-def test_a_connection_that_breaks_is_made_again(lab: Lab) -> None:
+def test_keep_alive_restores_a_broken_connection(lab: Lab) -> None:
     go = _start(lab.cli)
     server = lab.servers[str(lab.cli.tasks("gang-1")["worker"]["node_name"])]
     screen = Terminal(lab.cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh", "--keep-alive")
@@ -236,12 +238,12 @@ def test_a_connection_that_breaks_is_made_again(lab: Lab) -> None:
     wait_until(lambda: list(lab.cli.folder.glob("gpu*/*/*/train/worker/0/exit.json")), 60, "the worker has ended")
     server.start()
     assert screen.await_end() == 2
-    assert "worker has ended" in screen.seen or "worker is no longer running" in screen.seen, screen.seen
+    assert "worker has ended" in screen.output or "worker is no longer running" in screen.output, screen.output
     lab.cli.await_status("gang-1", "COMPLETED")
 
 
 @pytest.mark.ssh
-def test_without_keep_alive_a_broken_connection_is_the_end(lab: Lab) -> None:
+def test_without_keep_alive_a_broken_connection_ends_exec(lab: Lab) -> None:
     go = _start(lab.cli)
     server = lab.servers[str(lab.cli.tasks("gang-1")["worker"]["node_name"])]
     screen = Terminal(lab.cli, "workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'echo up; sleep 600'")

@@ -1,4 +1,4 @@
-"""Scripts of ``distflow workflow export --to slurm`` on a real Slurm: the ranks, outputs and ends of the workflows."""
+"""Scripts of ``distflow workflow export --to slurm`` on a real Slurm: ranks, outputs and final states."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def ranks_of(cli: Cli, spec: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.timeout(400)
-def test_scripts_run_on_slurm_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_path: Path, repository: Path) -> None:
+def test_exported_scripts_run_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_path: Path, repository: Path) -> None:
     cli.configure(gpus=8)
     hello = submit(cli, slurm, tmp_path, str(repository / "workflow_specs/hello_world.yaml"))
-    # Slurm without cgroups may miss a process that starts while its step is ended, so that task first waits for the other one.
+    # Without cgroups, Slurm may miss a process that starts while its step is ended, so the lead waits for the server.
     graph_text = (repository / "tests/goldens/slurm/graph.yaml").read_text()
     runs = tmp_path / "server-runs"
     for old, new in (
@@ -92,13 +92,13 @@ def test_scripts_run_on_slurm_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_pat
     for number, (task, (offset, _)) in enumerate(ranks.items()):
         assert f"{number}: rank {offset} of 2\n" in logs[f"hello-world-{hello[0]}.log"], task
 
-    # The lead's end stopped the server, its exit code 3 is a success, and only a part of its output is an input.
+    # The end of the lead stopped the server, exit code 3 is a success, and only a part of the output is an input.
     assert (tmp_path / "graph/reader/output/seen").read_text() == "keep.txt\nyes\n"
 
-    # A heterogeneous job: each task has its own shape, and the secret is only in the environment.
+    # A heterogeneous job: each task has its own resources, and the secret is only in the environment.
     assert (tmp_path / "shapes/master/output/seen").read_text() == "master ranks 0+2 of 6 on n1, 2 CPUs, GPUs [], hunter2\n"
-    seen = (tmp_path / "shapes/worker/output/seen").read_text()
-    assert re.fullmatch(r"worker ranks 2\+4 of 6 on n2, 1 CPUs, GPUs \[\d,\d,\d,\d\], hunter2\n", seen), seen
+    output = (tmp_path / "shapes/worker/output/seen").read_text()
+    assert re.fullmatch(r"worker ranks 2\+4 of 6 on n2, 1 CPUs, GPUs \[\d,\d,\d,\d\], hunter2\n", output), output
     assert "hunter2" not in (tmp_path / "shapes.sh").read_text()
 
     # A failed rank stops the other one, which would run for minutes, and the group after it never starts.
@@ -107,7 +107,9 @@ def test_scripts_run_on_slurm_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_pat
 
 
 @pytest.mark.torch
-def test_ranks_of_torch_meet_on_slurm(cli: Cli, slurm: Slurm, tmp_path: Path, repository: Path, forking_site: str) -> None:
+def test_an_exported_torchrun_script_trains_on_two_nodes(
+    cli: Cli, slurm: Slurm, tmp_path: Path, repository: Path, forking_site: str
+) -> None:
     spec = str(repository / "workflow_specs/pytorch_torchrun.yaml")
     options = ("--set", "epochs=1", "--set", "size=2", "--python", sys.executable)
     (job,) = submit(cli, slurm, tmp_path, spec, *options, PYTHONPATH=forking_site)

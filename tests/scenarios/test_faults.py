@@ -1,4 +1,4 @@
-"""``kill -9`` of everything, at random moments: the gang ends or the work continues; nothing survives, hangs or is lost."""
+"""``kill -9`` of tasks, their keepers and runners, agents and supervisors: gangs end completely, or continue without loss."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ workflow:
 """
 
 
-def _marked(marker: str) -> list[int]:
+def _pids_with(marker: str) -> list[int]:
+    """Return the pids of the processes whose command line contains ``marker``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -88,7 +89,7 @@ def _marked(marker: str) -> list[int]:
     return found
 
 
-def _pids(cli: Cli, workflow: str, task: str) -> dict[str, int]:
+def _pids_of_task(cli: Cli, workflow: str, task: str) -> dict[str, int]:
     """The pids of a task's command, keeper and runner."""
     record = cli.tasks(workflow)[task]
     pid = int(record["pid"])
@@ -111,7 +112,7 @@ def test_a_killed_process_ends_the_gang_and_is_named(cli: Cli, victim: str) -> N
     workflow = cli.submit(cli.spec(GANG))
     cli.await_running(workflow)
     cli.await_log(workflow, "worker ready")
-    os.kill(_pids(cli, workflow, "worker")[victim], signal.SIGKILL)
+    os.kill(_pids_of_task(cli, workflow, "worker")[victim], signal.SIGKILL)
     answer = cli.await_status(workflow, "FAILED", "FAILED_SERVER_ERROR")
     cause = answer["groups"][0]["first_cause"]
     assert cause["task"] == "worker"
@@ -123,7 +124,7 @@ def test_a_killed_process_ends_the_gang_and_is_named(cli: Cli, victim: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
+def test_a_gang_completes_although_supervisors_and_agents_are_killed(cli: Cli, seed: int) -> None:
     dice = random.Random(seed)
     workflow = cli.submit(cli.spec(SHORT))
     victims: list[Callable[[], int | None]] = [cli.supervisor, lambda: _agent(cli)]
@@ -133,8 +134,8 @@ def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
         except (StopIteration, FileNotFoundError, ProcessLookupError):
-            continue  # it has ended, and the next one was not started yet
-        # Any command that reads sees the unfinished work and starts a supervisor again.
+            continue  # the process has ended, and the next one has not started yet
+        # If a workflow is unfinished, each command starts a supervisor again.
         cli.query(workflow)
     cli.await_status(workflow, "COMPLETED")
     tasks = cli.tasks(workflow)
@@ -145,7 +146,7 @@ def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
     assert sum("started on" in line for line in cli.run("workflow", "events", workflow).out.splitlines()) == 2
 
 
-def test_an_unobserved_end_is_read_from_the_node(cli: Cli) -> None:
+def test_a_failure_without_a_supervisor_is_read_from_the_node(cli: Cli) -> None:
     workflow = cli.submit(cli.spec(SHORT.replace("exit 0", "exit 5").replace("sleep 3", "sleep 15")))
     cli.await_running(workflow)
     pid = cli.tasks(workflow)["worker"]["pid"]
@@ -157,22 +158,22 @@ def test_an_unobserved_end_is_read_from_the_node(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("victim", ["cancel", "keeper", "runner", "command"])
-def test_daemons_that_hide_do_not_survive(cli: Cli, victim: str) -> None:
+def test_detached_daemons_end_with_their_task(cli: Cli, victim: str) -> None:
     marker = f"hidden-{os.getpid()}-{victim}"
     cli.configure(stop_grace="1s", peer_failed_grace="1s")
     workflow = cli.submit(cli.spec(DAEMONS.replace("MARKER", marker)))
     cli.await_log(workflow, "daemons away")
-    wait_until(lambda: len([pid for pid in _marked(marker) if not _is_descendant_of_test(pid)]) >= 5, 20)
+    wait_until(lambda: len([pid for pid in _pids_with(marker) if not _is_child_of_test(pid)]) >= 5, 20)
     if victim == "cancel":
         assert cli.run("workflow", "cancel", workflow).code == 0
         cli.await_status(workflow, "FAILED_CANCELED")
     else:
-        os.kill(_pids(cli, workflow, "master")[victim], signal.SIGKILL)
+        os.kill(_pids_of_task(cli, workflow, "master")[victim], signal.SIGKILL)
         cli.await_status(workflow, "FAILED", "FAILED_SERVER_ERROR")
-    wait_until(lambda: not _marked(marker), 20)
+    wait_until(lambda: not _pids_with(marker), 20)
 
 
-def _is_descendant_of_test(pid: int) -> bool:
+def _is_child_of_test(pid: int) -> bool:
     return _parent(pid) == os.getpid()
 
 

@@ -1,4 +1,4 @@
-"""Frameworks that are installed here, in gangs: one task each on hosts behind SSH, or on this machine."""
+"""Frameworks that are installed here, in gangs of two tasks, on this machine or on two hosts behind SSH."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _run(
 
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [1, 2], ids=["one rank a task", "two ranks a task"])
-def test_accelerate_joins_its_processes(cli: Cli, size: int, forking_site: str) -> None:
+def test_accelerate_connects_all_processes_of_a_gang(cli: Cli, size: int, forking_site: str) -> None:
     cli.configure(environment={"PYTHONPATH": forking_site})
     rows = sorted(_run(cli, "accelerate", ACCELERATE, size=size), key=lambda row: int(row["rank"]))
     ranks = list(range(2 * size))
@@ -117,9 +117,9 @@ def test_accelerate_joins_its_processes(cli: Cli, size: int, forking_site: str) 
 
 @pytest.mark.torch
 def test_deepspeed_starts_its_processes_without_ssh_between_the_nodes(lab: Lab) -> None:
-    """Its launcher is real; what the ranks call is torch, because DeepSpeed itself compiles for minutes without a GPU."""
+    """The launcher is DeepSpeed's, but the ranks use torch: without a GPU, DeepSpeed compiles for minutes."""
     if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed here")  # nor among the tools: its source alone is built for minutes
+        pytest.skip("deepspeed is not installed here")  # the test tools do not include it, because its build takes minutes
     lab.configure(names=("gpu1", "gpu2"))
     lab.cli.environment["DS_ACCELERATOR"] = "cpu"
     rows = sorted(_run(lab.cli, "deepspeed", DEEPSPEED, size=2, timeout=100), key=lambda row: int(row["rank"]))
@@ -131,7 +131,7 @@ def test_deepspeed_starts_its_processes_without_ssh_between_the_nodes(lab: Lab) 
 
 
 @pytest.mark.torch
-def test_jax_joins_two_hosts(lab: Lab) -> None:
+def test_jax_connects_two_hosts(lab: Lab) -> None:
     lab.configure(names=("gpu1", "gpu2"))
     rows = sorted(_run(lab.cli, "jax", JAX), key=lambda row: int(row["rank"]))
     assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(0, 2, 1.0), (1, 2, 1.0)]
@@ -139,7 +139,7 @@ def test_jax_joins_two_hosts(lab: Lab) -> None:
 
 @pytest.fixture
 def ray_directory() -> Iterator[Path]:
-    """Where Ray keeps its sessions; a short path, because its sockets lie in there."""
+    """A directory for Ray's sessions. Its path is short, because it contains sockets."""
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as made:
         yield Path(made)
 
@@ -152,4 +152,4 @@ def test_ray_sees_both_nodes_of_a_gang(lab: Lab, ray_directory: Path) -> None:
     tasks = lab.cli.tasks("gang-1")
     assert {task["status"] for task in tasks.values()} == {"COMPLETED"}, tasks
     assert (ray_directory / "ray" / "session_latest").exists()
-    # Its daemons have left the task's session, but not its environment: `lab` finds any that stays.
+    # Ray's daemons leave the task's session but keep its environment, so `lab` finds any that remain.

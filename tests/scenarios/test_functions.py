@@ -60,7 +60,7 @@ TRUE = {"workflow": {"name": "true", "tasks": [{"name": "one", "command": "true"
 
 @pytest.fixture
 def project(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of a program whose environment is that of ``cli``."""
+    """A directory for a program, with the environment of ``cli``."""
     for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG", "HOME"):
         monkeypatch.setenv(name, cli.environment[name])
     made = cli.folder / "project"
@@ -87,7 +87,7 @@ def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: L
     assert lines == [f"hello from {rank}" for rank in range(4)]
 
 
-def test_errors_of_functions(cli: Cli, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_function_are_raised_with_their_cause(cli: Cli, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class TwoArguments(Exception):
         def __init__(self, text: str, number: int) -> None:
             super().__init__(f"{text} {number}")
@@ -140,7 +140,7 @@ def test_errors_of_functions(cli: Cli, project: Path, capsys: pytest.CaptureFixt
     assert distflow.list(status="COMPLETED")[0].id == "fails-5"
 
 
-def test_what_cannot_work_is_refused_before_it_starts(cli: Cli, project: Path) -> None:
+def test_invalid_calls_are_refused_before_anything_starts(cli: Cli, project: Path) -> None:
     def double(number: int) -> int:
         return 2 * number
 
@@ -178,7 +178,7 @@ def other_python(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.ssh
-def test_nodes_without_the_python_or_the_packages_of_a_function_are_named_before_anything_starts(
+def test_nodes_without_the_python_or_packages_of_a_function_are_named_before_anything_starts(
     lab: Lab, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def double(number: int) -> int:
@@ -196,13 +196,13 @@ def test_nodes_without_the_python_or_the_packages_of_a_function_are_named_before
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": other}})
     with pytest.raises(InputError, match=rf"needs Python {version}, .*: gpu2: Python {its_version}\.\d+ \(.*\)\n.*`python=`"):
         distflow.run(double, args=(1,), gpus=0)
-    # Nodes that no task can get do not matter, and `python=` is the remedy.
+    # Nodes that no task can use are not checked, and `python=` is the remedy.
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": other, "gpus": 0}})
     assert list(distflow.run(double, args=(1,), gpus=1)) == [2]
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": other}})
     assert list(distflow.run(double, args=(1,), gpus=0, python=sys.executable)) == [2]
 
-    # A node that cannot be asked is left to the checks at the start.
+    # A node that cannot be checked does not prevent the run.
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": "/no/such/python"}})
     assert list(distflow.run(double, args=(1,), gpus=0)) == [2]
 

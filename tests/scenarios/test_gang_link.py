@@ -1,4 +1,4 @@
-"""A gang whose supervisor is gone: one task fails, the others are stopped at once, and who comes back finds the cause."""
+"""A gang without a supervisor: one task fails, the others are stopped, and the next command shows the cause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_failed_gang_stops_without_a_supervisor(lab: Lab, tmp_path: Path) -> N
     def sleepers() -> list[str]:
         return [command for _, command in cli.processes() if any(number in command for number in numbers.values())]
 
-    wait_until(lambda: not sleepers(), 30, "the others are stopped without agent and supervisor")
+    wait_until(lambda: not sleepers(), 30, "the other tasks are stopped without agents and a supervisor")
     assert cli.supervisor() is None
     answer = cli.await_status(workflow, "FAILED")
     group = answer["groups"][0]
@@ -46,4 +46,4 @@ def test_a_failed_gang_stops_without_a_supervisor(lab: Lab, tmp_path: Path) -> N
     for name in ("master", "other"):
         assert (tasks[name]["status"], tasks[name]["reason"]) == ("FAILED", "PEER_FAILED")
         assert tasks[name]["failure_message"] == "stopped because worker failed (exit code 7)"
-    lab.await_nothing_left()
+    lab.await_no_processes()

@@ -1,4 +1,4 @@
-"""Groups that depend on one another, run to their end with real processes."""
+"""Groups that depend on other groups, and the outputs that tasks pass to them, with real processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_failure_ends_only_the_groups_that_depend_on_it(cli: Cli) -> None:
     assert cli.query("chain-1")["status"] == "FAILED"
 
 
-def test_a_transfer_continues_after_a_killed_supervisor(cli: Cli) -> None:
+def test_waiting_groups_run_after_the_supervisor_was_killed(cli: Cli) -> None:
     spec = cli.spec(CHAIN.format(prepare="while ! test -e ../../../../../go; do sleep 0.2; done"))
     ident = cli.submit(spec)
     wait_until(lambda: cli.tasks(ident)["prepare"]["status"] == "RUNNING", 60)
@@ -76,8 +76,6 @@ def test_the_dry_run_and_validate_show_dependencies(cli: Cli) -> None:
     plan = json.loads(cli.run("workflow", "submit", spec, "--dry-run", "-t", "json").out)
     assert [group["upstream_groups"] for group in plan["groups"]] == [[], ["prepare-group"], ["train-group"], []]
 
-
-# What tasks hand on to others.
 
 PIPELINE = """
 workflow:
@@ -116,7 +114,7 @@ workflow:
 """
 
 
-def test_a_task_finds_the_outputs_of_others(cli: Cli) -> None:
+def test_a_task_gets_the_outputs_of_other_tasks(cli: Cli) -> None:
     done = cli.run("workflow", "submit", cli.spec(PIPELINE.format(bytes=3_000_000)), "--wait")
     assert done.code == 0, done.err + cli.run("workflow", "events", "pipeline-1").out
     ident = "pipeline-1"
@@ -128,14 +126,14 @@ def test_a_task_finds_the_outputs_of_others(cli: Cli) -> None:
         < events.index("preparation: COMPLETED")
         < events.index("training: SCHEDULING")
     )
-    # Here nothing of it stays.
+    # The state directory keeps no copy of the outputs.
     wait_until(lambda: not list((cli.state / "blobs").iterdir()), 20)
     folder = Path(cli.tasks(ident)["train"]["output_dir"]).parent / "input" / "0"
     assert (folder / "big").stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -> None:
+def test_an_output_with_a_link_to_another_directory_fails_its_group(cli: Cli) -> None:
     spec = CHAIN.format(prepare='ln -s /usr "$DISTFLOW_OUTPUT/data"')
     done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
     assert done.code == 1
@@ -152,7 +150,7 @@ def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -
     }  # fmt: skip
 
 
-def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) -> None:
+def test_the_dry_run_shows_inputs_and_its_scripts_take_them_from_variables(cli: Cli) -> None:
     spec = cli.spec(PIPELINE.format(bytes=10))
     shown = cli.run("workflow", "submit", spec, "--dry-run").out
     assert "inputs       output of crop → <ATTEMPT_DIR>/input/0" in shown
@@ -166,15 +164,15 @@ def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) ->
     assert (done.returncode, done.stdout) == (0, "by hand\n"), done.stderr
 
 
-def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) -> None:
-    # The process that packs and sends the output is suspended: nothing comes before it resumes.
+def test_a_cancel_while_an_output_is_copied_leaves_no_blobs(cli: Cli) -> None:
+    # While the process that packs and sends the output is suspended, no data arrives.
     ident = cli.submit(cli.spec(CHAIN.format(prepare="head -c 300000000 /dev/zero > {{output}}/big")))
     wait_until(lambda: _senders(cli), 60)
     (sender,) = _senders(cli)
     os.kill(sender, signal.SIGSTOP)
-    fetched = "all tasks have ended; copying the output of prepare to this machine for waiting groups"
+    message = "all tasks have ended; copying the output of prepare to this machine for waiting groups"
     try:
-        wait_until(lambda: fetched in str(_group(cli, ident)["message"]), 20)
+        wait_until(lambda: message in str(_group(cli, ident)["message"]), 20)
         assert _group(cli, ident)["status"] == "RUNNING"
         assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
         assert cli.query(ident)["status"] == "FAILED_CANCELED"
@@ -187,11 +185,11 @@ def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) ->
 def _senders(cli: Cli) -> list[int]:
     found = []
     for pid, _ in cli.processes():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             found += [pid] if Path(f"/proc/{pid}/comm").read_text().strip() == "df-sender" else []
     return found
 
 
 def _group(cli: Cli, ident: str) -> dict[str, Any]:
-    """What `query` says of the group of ``prepare``."""
+    """Return the group of ``prepare`` from ``workflow query``."""
     return next(one for one in cli.query(ident)["groups"] if one["name"] == "prepare-group")

@@ -1,4 +1,4 @@
-"""Wrong input of every kind: one clear error, the right exit code, and nothing changed."""
+"""Invalid specs and arguments, damaged state directories and full disks: clear errors and the right exit codes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _missing(path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [_directory, _binary, _huge, _not_utf8, _aliases, _nested, _empty, _fifo, _missing], ids=lambda make: make.__name__
 )
-def test_a_spec_that_is_none_is_one_error(cli: Cli, make: Callable[[Path], None]) -> None:
+def test_a_file_that_is_not_a_spec_is_one_error(cli: Cli, make: Callable[[Path], None]) -> None:
     make(cli.folder / "spec.yaml")
     for command in (["submit"], ["validate"], ["submit", "--dry-run"]):
         done = cli.run("workflow", *command, "spec.yaml", timeout=30)
@@ -97,14 +97,14 @@ def test_every_problem_is_reported_at_once_with_its_line(cli: Cli) -> None:
     assert "did you mean" in done.err
 
 
-def test_a_file_to_inject_that_is_missing_is_found_before_anything_starts(cli: Cli) -> None:
+def test_a_missing_localpath_is_reported_before_anything_starts(cli: Cli) -> None:
     spec = cli.spec(GOOD.replace("command:", "files: [{path: /x.py, localpath: nowhere/x.py}], command:"))
     done = cli.run("workflow", "submit", spec)
     assert done.code == 2
     assert "nowhere/x.py" in done.err
 
 
-def test_a_state_directory_that_cannot_be_written_is_code_5(cli: Cli) -> None:
+def test_a_state_directory_that_cannot_be_written_exits_with_5(cli: Cli) -> None:
     blocked = cli.folder / "blocked"
     blocked.write_text("a file, not a directory")
     cli.environment["DISTFLOW_STATE"] = str(blocked / "state")
@@ -115,7 +115,7 @@ def test_a_state_directory_that_cannot_be_written_is_code_5(cli: Cli) -> None:
         assert "Traceback" not in done.err
 
 
-def test_a_store_that_is_none_is_code_5(cli: Cli) -> None:
+def test_a_damaged_store_exits_with_5(cli: Cli) -> None:
     cli.state.mkdir()
     (cli.state / "distflow.sqlite3").write_bytes(b"this is not a database" * 100)
     done = cli.run("workflow", "list")
@@ -130,12 +130,12 @@ def _mount(folder: Path, size: str) -> bool:
     return done.returncode == 0
 
 
-def test_a_full_disk_on_the_node_is_named_and_loses_nothing(cli: Cli) -> None:
-    # The runtime finds room, and the workflow none.
+def test_a_full_disk_on_the_node_is_named(cli: Cli) -> None:
+    # The disk has room for the runtime, but hardly for a workflow.
     sources = Path(distflow.runtime.__file__).parent.rglob("*.py")
     pages = sum(-(-path.stat().st_size // 4096) for path in sources)
     if os.getuid() != 0 or not _mount(cli.top, f"{4 * pages + 80}k"):
-        pytest.skip("needs to mount a small disk, which root alone may")
+        pytest.skip("mounting a small disk needs root")
     try:
         workflow = cli.submit(cli.spec(GOOD))
         answer = cli.await_status(workflow, "FAILED", "FAILED_START_ERROR", "COMPLETED")
@@ -145,9 +145,9 @@ def test_a_full_disk_on_the_node_is_named_and_loses_nothing(cli: Cli) -> None:
         subprocess.run(["umount", "-l", cli.top], check=True)
 
 
-def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli) -> None:
+def test_the_exit_code_is_kept_when_the_disk_fills_up_while_a_task_writes(cli: Cli) -> None:
     if os.getuid() != 0 or not _mount(cli.top, "3m"):
-        pytest.skip("needs to mount a small disk, which root alone may")
+        pytest.skip("mounting a small disk needs root")
     try:
         spec = cli.spec(GOOD.replace("echo hello; exit 0", "head -c 8000000 /dev/zero; exit 7"))
         workflow = cli.submit(spec)
@@ -161,11 +161,11 @@ def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli
 
 def test_records_are_read_from_a_disk_that_became_read_only(cli: Cli) -> None:
     if os.getuid() != 0 or not _mount(cli.state, "20m"):
-        pytest.skip("needs to mount a small disk, which root alone may")
+        pytest.skip("mounting a small disk needs root")
     try:
         workflow = cli.submit(cli.spec(GOOD))
         cli.await_status(workflow, "COMPLETED")
-        # One that has given up its lock has its log there open for writing until it ends.
+        # A supervisor that has released its lock still has its log open for writing until it ends.
         wait_until(lambda: not cli.processes(), 30)
         subprocess.run(["mount", "-o", "remount,ro", cli.state], check=True)
         note = f"note: {cli.state}/distflow.sqlite3 is not writable"
@@ -189,7 +189,7 @@ def test_records_are_read_from_a_disk_that_became_read_only(cli: Cli) -> None:
         subprocess.run(["umount", "-l", cli.state], check=True)
 
 
-def test_wrong_words_on_the_command_line_are_code_2(cli: Cli) -> None:
+def test_wrong_arguments_exit_with_2(cli: Cli) -> None:
     for words in (
         ["workflow", "submit"],
         ["workflow", "query", "nope-1"],
@@ -201,13 +201,13 @@ def test_wrong_words_on_the_command_line_are_code_2(cli: Cli) -> None:
         assert "Traceback" not in done.err
 
 
-def test_secrets_of_the_command_line_are_masked_and_stored_apart(cli: Cli) -> None:
+def test_a_secret_of_the_command_line_is_in_no_log_and_no_error_message(cli: Cli) -> None:
     spec = cli.spec(GOOD.replace("echo hello", 'test \\"$TOKEN\\" = canary-5ecret && echo it arrived').replace("'", '"'))
     workflow = cli.submit(spec, "--set-env", "TOKEN=canary-5ecret")
     cli.await_status(workflow, "COMPLETED")
     assert "it arrived" in cli.logs(workflow)
     holders = [path for path in cli.folder.rglob("*") if path.is_file() and b"canary-5ecret" in path.read_bytes()]
-    # The spec itself names the value it compares with; nothing else may.
+    # The command of the spec contains the value, so copies of the spec do, too.
     allowed = {"spec.yaml", "distflow.sqlite3", "distflow.sqlite3-wal", "launch.json", "workflow.json"}
     assert {path.name for path in holders} <= allowed, holders
     bad = cli.run("workflow", "submit", spec, "--set-env", "canary-5ecret")

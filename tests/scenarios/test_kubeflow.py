@@ -1,4 +1,4 @@
-"""Programs for Kubeflow's ``TrainerClient``, after a change of the import: real processes here, and on hosts behind SSH."""
+"""Programs for Kubeflow's ``TrainerClient`` with one changed import, on this machine and on hosts behind SSH."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ client.wait_for_job_status(name=job_name, status={"Complete", "Failed"}, timeout
 
 
 @pytest.fixture(autouse=True)
-def _in_the_directories_of_cli(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def _environment_of_cli(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG", "HOME"):
         monkeypatch.setenv(name, cli.environment[name])
     monkeypatch.chdir(cli.folder)
@@ -117,6 +117,7 @@ def _run(folder: Path, program: str) -> dict[str, object]:
 
 
 def _check_programs(cli: Cli) -> None:
+    """Run both programs, and check their jobs, logs and outputs."""
     found = _run(cli.folder, README)
     job = found["job"]
     assert isinstance(job, TrainJob)
@@ -181,14 +182,14 @@ def _sleep() -> None:
     signal.pause()
 
 
-def test_a_failure_a_timeout_and_the_end_of_a_job(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_running_and_deleted_jobs_are_reported_as_kubeflow_does(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     client = TrainerClient(backend_config=LocalProcessBackendConfig())
     client.get_runtime_packages(client.get_runtime("torch-distributed"))
     assert capsys.readouterr().out.startswith("Python: 3.")
     assert client.list_jobs() == []
 
     plain = client.get_runtime("custom-distributed")
-    printed = client.train(plain, trainer=CustomTrainer(func=_fail_on_rank_1, func_args={"text": "x"}))
+    completed = client.train(plain, trainer=CustomTrainer(func=_fail_on_rank_1, func_args={"text": "x"}))
     failing = CustomTrainer(func=_fail_on_rank_1, func_args={"text": "started"}, num_nodes=2)
     failed = client.train(plain, trainer=failing, options=[Labels({"team": "vision"})])
     assert len(failed) == 12
@@ -199,14 +200,14 @@ def test_a_failure_a_timeout_and_the_end_of_a_job(cli: Cli, capsys: pytest.Captu
         client.wait_for_job_status(failed, timeout=60, polling_interval=1)
     assert "train_function.py" in str(raised.value)
     assert "node-1: status=FAILED, exit_code=1" in str(raised.value)
-    seen: list[str] = []
-    job = client.wait_for_job_status(failed, {"Failed"}, callbacks=[lambda one: seen.append(one.status)])
-    assert (job.status, seen, job.num_nodes, job.runtime) == ("Failed", ["Failed"], 2, plain)
+    statuses: list[str] = []
+    job = client.wait_for_job_status(failed, {"Failed"}, callbacks=[lambda one: statuses.append(one.status)])
+    assert (job.status, statuses, job.num_nodes, job.runtime) == ("Failed", ["Failed"], 2, plain)
     assert "started" in client.get_job_logs(failed, "node-1")  # node-0 may be stopped before it prints
-    client.wait_for_job_status(printed, polling_interval=1)
-    assert client.wait_for_job_status(printed, {"Running"}).status == "Complete"
-    with pytest.raises(RuntimeError, match=f"TrainJob {printed} is Complete, so its status no longer changes"):
-        client.wait_for_job_status(printed, {"Failed"})
+    client.wait_for_job_status(completed, polling_interval=1)
+    assert client.wait_for_job_status(completed, {"Running"}).status == "Complete"
+    with pytest.raises(RuntimeError, match=f"TrainJob {completed} is Complete, so its status no longer changes"):
+        client.wait_for_job_status(completed, {"Failed"})
     events = client.get_job_events(failed)
     assert (events[0].reason, events[0].involved_object_kind, events[0].involved_object_name) == (
         "Submitted",
@@ -235,7 +236,7 @@ def test_a_failure_a_timeout_and_the_end_of_a_job(cli: Cli, capsys: pytest.Captu
     assert group.venv is not None
     assert group.venv.lines == ("--index-url https://127.0.0.1/simple", "no-such-package==1")
     client.delete_job(installed)
-    assert [one.name for one in client.list_jobs()] == [failed, printed]
+    assert [one.name for one in client.list_jobs()] == [failed, completed]
     assert distflow.get("long").status == "FAILED_CANCELED"
     with pytest.raises(ValueError, match="there is no TrainJob long"):
         client.delete_job(name)

@@ -17,7 +17,7 @@ from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.kubernetes_pool import KubernetesPool
-from scenarios.lab import checkout
+from scenarios.lab import copy_specs
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -56,7 +56,7 @@ def pool(kubernetes_pool: KubernetesPool) -> KubernetesPool:
 
 @pytest.fixture
 def lone_pool(cli: Cli, lone_kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
-    """On a cluster whose parts the test stops."""
+    """A pool on a cluster whose parts the test may stop."""
     made = KubernetesPool(cli, lone_kubernetes)
     yield made
     for name in ("apiserver", "kubelet1", "kubelet2"):
@@ -66,7 +66,7 @@ def lone_pool(cli: Cli, lone_kubernetes: KubernetesCluster) -> Iterator[Kubernet
     made.close()
 
 
-def _runs(pool: KubernetesPool, spec: str = SPIN) -> str:
+def _start(pool: KubernetesPool, spec: str = SPIN) -> str:
     """Submit a gang and wait until it runs."""
     workflow = pool.cli.submit(pool.cli.spec(spec))
     pool.cli.await_running(workflow, 90)
@@ -74,33 +74,33 @@ def _runs(pool: KubernetesPool, spec: str = SPIN) -> str:
 
 
 def _cause(answer: dict[str, Any]) -> str:
-    """The message of the first cause, or of the group if there is none."""
+    """Return the message of the group and its first cause."""
     group = answer["groups"][0]
     return f"{group['message']} {json.dumps(group.get('first_cause'))}"
 
 
-def _ends(pool: KubernetesPool, workflow: str, *statuses: str) -> dict[str, Any]:
-    """Wait until a workflow fails with one of these statuses and has left nothing."""
+def _await_end(pool: KubernetesPool, workflow: str, *statuses: str) -> dict[str, Any]:
+    """Wait until a workflow has one of ``statuses`` and none of its objects remain. Return its ``query``."""
     wait_until(lambda: pool.cli.query(workflow)["status"] not in ("PENDING", "RUNNING", "WAITING"), 150, "the workflow ends")
     answer = pool.cli.query(workflow)
     assert answer["status"] in statuses, _cause(answer)
-    pool.await_nothing()
+    pool.await_no_objects()
     return answer
 
 
 def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesPool) -> None:
     cli = pool.cli
-    workflow = _runs(pool)
+    workflow = _start(pool)
     nodes = {task["node_name"] for task in cli.tasks(workflow).values()}
     assert len(nodes) == 2
-    assert {node.partition("@")[2] for node in nodes} == set(pool.owners())
+    assert {node.partition("@")[2] for node in nodes} == set(pool.allocations())
     assert "rank 1" in cli.await_log(workflow, "rank 1")
-    assert cli.run("workflow", "exec", workflow, "worker", "--entry", "hostname").out.strip() == f"{pool.owners()[0]}-1"
+    assert cli.run("workflow", "exec", workflow, "worker", "--entry", "hostname").out.strip() == f"{pool.allocations()[0]}-1"
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
-    pool.await_nothing()
+    pool.await_no_objects()
 
 
-def test_pool_check_finds_the_image_and_missing_permissions(pool: KubernetesPool) -> None:
+def test_pool_check_reports_a_missing_image_or_namespace(pool: KubernetesPool) -> None:
     done = pool.cli.run("pool", "check")
     assert done.code == 0, done.out + done.err
     assert "is Python 3." in done.out
@@ -109,7 +109,7 @@ def test_pool_check_finds_the_image_and_missing_permissions(pool: KubernetesPool
     assert (done.code, "docker.io/local/missing:1" in done.out) == (3, True), done.out
     pool.configure(kubernetes={"namespace": "nowhere"})
     assert pool.cli.run("pool", "check").code == 3
-    pool.await_nothing()
+    pool.await_no_objects()
 
 
 def test_a_gang_that_cannot_be_scheduled_shows_the_reason_and_ends_by_its_queue_timeout(pool: KubernetesPool) -> None:
@@ -118,9 +118,9 @@ def test_a_gang_that_cannot_be_scheduled_shows_the_reason_and_ends_by_its_queue_
     workflow = cli.submit(cli.spec(spec))
     wait_until(lambda: "Insufficient cpu" in cli.query(workflow)["groups"][0]["message"], 60, "the reason is shown")
     second = cli.submit(cli.spec(spec.replace("8s", "1h"), "second.yaml"))
-    wait_until(lambda: len(pool.owners()) == 2, 60, "both wait")
+    wait_until(lambda: len(pool.allocations()) == 2, 60, "both gangs wait")
     assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
-    answer = _ends(pool, workflow, "FAILED_QUEUE_TIMEOUT")
+    answer = _await_end(pool, workflow, "FAILED_QUEUE_TIMEOUT")
     assert "queue_timeout" in _cause(answer)
 
 
@@ -136,34 +136,34 @@ def test_an_image_that_is_missing_or_has_no_python_is_named(
 ) -> None:
     pool.configure(kubernetes={"image": image}, python=python)
     workflow = pool.cli.submit(pool.cli.spec(SPIN))
-    assert words in _cause(_ends(pool, workflow, status))
+    assert words in _cause(_await_end(pool, workflow, status))
 
 
 def test_a_killed_rank_stops_the_gang(pool: KubernetesPool) -> None:
-    workflow = _runs(pool, SPIN.replace('echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600', "sleep 3; kill -9 $$"))
-    answer = _ends(pool, workflow, "FAILED")
+    workflow = _start(pool, SPIN.replace('echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600', "sleep 3; kill -9 $$"))
+    answer = _await_end(pool, workflow, "FAILED")
     assert answer["groups"][0]["first_cause"]["task"] == "worker", answer
 
 
 def test_a_pod_that_is_deleted_from_outside_is_the_cause(pool: KubernetesPool) -> None:
-    workflow = _runs(pool)
-    pool.cluster.kubectl("delete", "pod", f"{pool.owners()[0]}-1", "-n", pool.namespace, "--wait=false")
-    answer = _ends(pool, workflow, "FAILED_CANCELED")
+    workflow = _start(pool)
+    pool.cluster.kubectl("delete", "pod", f"{pool.allocations()[0]}-1", "-n", pool.namespace, "--wait=false")
+    answer = _await_end(pool, workflow, "FAILED_CANCELED")
     assert "was deleted" in _cause(answer)
 
 
-def test_a_task_that_uses_too_much_memory_is_named(pool: KubernetesPool) -> None:
+def test_a_task_that_exceeds_its_memory_limit_fails_the_gang(pool: KubernetesPool) -> None:
     eat = "import time; data = bytearray(1_500_000_000); time.sleep(60)"
     spec = SPIN.replace("sleep 600']}\n  resources", f'python3 -c "{eat}"\']}}\n  resources').replace(
         "{cpu: 0}", "{memory: 300Mi}"
     )
     pool.configure(enforce_limits=False)
     workflow = pool.cli.submit(pool.cli.spec(spec))
-    _ends(pool, workflow, "FAILED_EVICTED", "FAILED")
+    _await_end(pool, workflow, "FAILED_EVICTED", "FAILED")
 
 
 def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool, repository: Path) -> None:
-    """It has no kubeconfig: it uses the service account of its pod, whose files are those that Kubernetes mounts."""
+    """Without a kubeconfig, distflow uses the service account of its pod, from the files that Kubernetes mounts."""
     cli, cluster = pool.cli, pool.cluster
     if not cluster.is_own:
         pytest.skip("pods of another cluster do not see the files of this machine")
@@ -177,7 +177,7 @@ def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]},
         "subjects": [{"kind": "ServiceAccount", "name": "runs", "namespace": pool.namespace}],
     }  # fmt: skip
-    # The test cluster does not mount these files by itself, and its pods reach the API server only over the host's network.
+    # The test cluster does not mount these files, and its pods reach the API server only over the host's network.
     authority = (cluster.folder / "certs/apiserver.crt").read_text()
     files = {"kind": "ConfigMap", "apiVersion": "v1", "metadata": {"name": "ca"}, "data": {"ca.crt": authority}}
     sources = [
@@ -202,18 +202,18 @@ def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool
         cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(one))
 
     wait_until(lambda: log.exists() and "rank 1" in log.read_text(), 200, "the gang has run")
-    wait_until(lambda: not pool.owners(), 90, "nothing is left")
+    wait_until(lambda: not pool.allocations(), 90, "no allocation is left")
     assert "is Python 3." in log.read_text(), log.read_text()
     assert "these calls are not allowed" not in log.read_text(), log.read_text()
     (cli.folder / "log.go").touch()
-    wait_until(lambda: "Succeeded" in cluster.kubectl("get", "pod", "cli", "-n", pool.namespace, "-o", "yaml"), 60, "it ends")
+    wait_until(lambda: "Succeeded" in cluster.kubectl("get", "pod", "cli", "-n", pool.namespace, "-o", "yaml"), 60, "pod ends")
 
 
-def test_reap_deletes_the_pods_of_ended_workflows(pool: KubernetesPool) -> None:
+def test_reap_deletes_only_objects_of_ended_workflows_of_this_store(pool: KubernetesPool) -> None:
     cli = pool.cli
     done = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true")), "--wait")
     assert done.code == 0, done.err
-    pool.await_nothing()
+    pool.await_no_objects()
     uuid = cli.query("spin-1")["uuid"]
     for name, workflow in (("ours", uuid), ("foreign", "a" * 32)):
         manifest = {
@@ -227,42 +227,42 @@ def test_reap_deletes_the_pods_of_ended_workflows(pool: KubernetesPool) -> None:
     shown = cli.run("node", "reap").out
     assert "ours" in shown
     assert "skipped" in shown
-    assert pool.owners() == ["foreign"]
+    assert pool.allocations() == ["foreign"]
 
 
-def test_a_killed_supervisor_loses_nothing(pool: KubernetesPool) -> None:
+def test_the_next_supervisor_continues_with_the_same_pods(pool: KubernetesPool) -> None:
     cli = pool.cli
     shared = cli.folder / "shared"
     shared.mkdir()
     pool.configure(folders=(str(shared),))
-    workflow = _runs(pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
-    owners = pool.owners()
+    workflow = _start(pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
+    owners = pool.allocations()
     cli.kill_supervisor()
     (shared / "go").touch()
     assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=90)["status"] == "COMPLETED"
     assert cli.logs(workflow).count("late") == 2
     assert {task["node_name"].partition("@")[2] for task in cli.tasks(workflow).values()} == set(owners)
-    pool.await_nothing()
+    pool.await_no_objects()
 
 
-def test_an_api_server_that_is_away_for_a_while_loses_nothing(lone_pool: KubernetesPool) -> None:
+def test_a_gang_completes_although_the_api_server_stops_for_a_while(lone_pool: KubernetesPool) -> None:
     cli = lone_pool.cli
     shared = cli.folder / "shared"
     shared.mkdir()
     lone_pool.configure(folders=(str(shared),))
-    workflow = _runs(lone_pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
+    workflow = _start(lone_pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
     lone_pool.cluster.stop("apiserver")
     wait_until(lambda: "unreachable" in cli.run("workflow", "events", workflow).out, 90, "the nodes are unreachable")
     (shared / "go").touch()
     lone_pool.cluster.start("apiserver")
     assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
     assert cli.logs(workflow).count("late") == 2
-    lone_pool.await_nothing()
+    lone_pool.await_no_objects()
 
 
-def test_a_node_whose_kubelet_is_gone_is_lost(lone_pool: KubernetesPool) -> None:
+def test_a_stopped_kubelet_fails_the_gang_after_node_lost_after(lone_pool: KubernetesPool) -> None:
     lone_pool.configure(node_lost_after="15s")
-    workflow = _runs(lone_pool)
+    workflow = _start(lone_pool)
     node = next(task["node_name"] for task in lone_pool.cli.tasks(workflow).values()).partition("_")[0]
     lone_pool.cluster.stop(node.replace("node", "kubelet"))
     wait_until(lambda: lone_pool.cli.query(workflow)["status"] == "FAILED_BACKEND_ERROR", 150, "the node is lost")
@@ -271,7 +271,7 @@ def test_a_node_whose_kubelet_is_gone_is_lost(lone_pool: KubernetesPool) -> None
 
 def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: KubernetesPool) -> None:
     cluster = lone_pool.cluster
-    workflow = _runs(lone_pool)
+    workflow = _start(lone_pool)
     nodes = {name: task["node_name"].partition("_")[0] for name, task in lone_pool.cli.tasks(workflow).items()}
     node = nodes["master"]
     kubelet, settings = node.replace("node", "kubelet"), cluster.folder / node / "kubelet.yaml"
@@ -281,7 +281,7 @@ def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: Kuber
         assert 'memory.available: "50Mi"' in before
         settings.write_text(before.replace('memory.available: "50Mi"', 'memory.available: "99%"'))
         cluster.start(kubelet)
-        answer = _ends(lone_pool, workflow, "FAILED_EVICTED")
+        answer = _await_end(lone_pool, workflow, "FAILED_EVICTED")
     finally:
         settings.write_text(before)
         if cluster.is_up(kubelet):
@@ -296,17 +296,17 @@ def test_a_gang_waits_for_its_quota(pool: KubernetesPool) -> None:
     cli = pool.cli
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
     pool.cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(quota))
-    wait_until(lambda: pool.cluster.objects("resourcequotas", pool.namespace)[0].get("status", {}).get("hard"), 60, "it holds")
+    wait_until(lambda: pool.cluster.objects("resourcequotas", pool.namespace)[0].get("status", {}).get("hard"), 60, "in force")
     workflow = cli.submit(cli.spec(SPIN.replace("sleep 600", "true")))
     wait_until(lambda: "quota" in cli.query(workflow)["groups"][0]["message"], 60, "the reason is shown")
     # "quota `few` is used up" or "no resource of quota `few` is used up", depending on when the pod has ended
     assert "quota `few` is used up" in cli.run("pool", "check").out
     pool.cluster.kubectl("delete", "resourcequota", "few", "-n", pool.namespace)
     assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
-    pool.await_nothing()
+    pool.await_no_objects()
 
 
-def test_a_gang_of_which_only_a_part_gets_nodes_gives_them_back(pool: KubernetesPool) -> None:
+def test_pods_are_deleted_when_only_some_of_them_get_nodes(pool: KubernetesPool) -> None:
     cli = pool.cli
     pool.configure(start_barrier="5s", platforms={"none": {"node_selector": {"kind": "none"}}})
     spec = SPIN.replace("{cpu: 0}", "{cpu: 0}, rare: {cpu: 0, platform: none}").replace(
@@ -314,30 +314,30 @@ def test_a_gang_of_which_only_a_part_gets_nodes_gives_them_back(pool: Kubernetes
     )
     workflow = cli.submit(cli.spec(spec))
     wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
-    first = pool.owners()
+    first = pool.allocations()
     wait_until(lambda: "only 1 of 2 pods got a node" in cli.run("workflow", "events", workflow).out, 60, "the reason is shown")
-    wait_until(lambda: first[0] not in pool.owners(), 60, "the first pods are deleted")
+    wait_until(lambda: first[0] not in pool.allocations(), 60, "the first pods are deleted")
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
-    pool.await_nothing()
+    pool.await_no_objects()
 
 
-def test_volcano_gets_a_group_of_pods_that_ends_with_the_gang(pool: KubernetesPool) -> None:
-    """The API server has the objects of Volcano, but no Volcano runs, so the pods wait."""
+def test_a_volcano_pod_group_is_created_and_deleted_with_the_gang(pool: KubernetesPool) -> None:
+    """First the API server does not have Volcano's objects. Then it does, but no Volcano runs, so the pods wait."""
     if not pool.cluster.is_own:
         pytest.skip("the test adds a kind of objects to the cluster")
     cli = pool.cli
     pool.configure(kubernetes={"scheduler": "volcano", "queue": "q"})
     workflow = cli.submit(cli.spec(SPIN))
-    assert "does not have Volcano's PodGroups" in _cause(_ends(pool, workflow, "FAILED_START_ERROR"))
+    assert "does not have Volcano's PodGroups" in _cause(_await_end(pool, workflow, "FAILED_START_ERROR"))
     pool.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(POD_GROUPS))
     pool.cluster.kubectl("wait", "--for=condition=Established", "crd/podgroups.scheduling.volcano.sh")
     workflow = cli.submit(cli.spec(SPIN))
     wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
     (group,) = pool.cluster.objects("podgroups", pool.namespace, api=VOLCANO)
-    assert (group["spec"], group["metadata"]["name"]) == ({"minMember": 2, "queue": "q"}, pool.owners()[0])
+    assert (group["spec"], group["metadata"]["name"]) == ({"minMember": 2, "queue": "q"}, pool.allocations()[0])
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     wait_until(lambda: not pool.cluster.objects("podgroups", pool.namespace, api=VOLCANO), 120, "the group of pods is gone")
-    pool.await_nothing()
+    pool.await_no_objects()
 
 
 def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: KubernetesPool, repository: Path) -> None:
@@ -352,7 +352,7 @@ def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: Kubernetes
     done = cli.run(
         "workflow",
         "export",
-        str(checkout(cli, repository) / "hello_world.yaml"),
+        str(copy_specs(cli, repository) / "hello_world.yaml"),
         "--to",
         "kubernetes",
         "--indexed-job",
@@ -374,7 +374,7 @@ def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: Kubernetes
     wait_until(
         lambda: {one["status"]["phase"] for one in pool.cluster.objects("pods", pool.namespace)} == {"Succeeded"},
         90,
-        "both end",
+        "both pods end",
     )
     for index in range(2):
         lines = (printed / str(index)).read_text()

@@ -1,4 +1,4 @@
-"""Launchers and what comes with them, for real: on this machine, and on hosts behind SSH whose Python knows no distflow."""
+"""Launchers and ``distflow.distributed`` in real tasks, on this machine and on SSH hosts whose Python has no distflow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from scenarios.conftest import Cli
 from scenarios.lab import Lab, json_lines
 
-BARE = str(Path(sys.base_prefix) / "bin" / "python3")
+BARE_PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
 """A Python without distflow, as on most nodes."""
 
-WHO = """
+SHOW_MEMBER = """
 import json, os, sys
 import distflow.train
 from distflow import distributed
@@ -112,10 +112,13 @@ workflow:
 """
 
 
-def _who(cli: Cli, count: int) -> list[dict[str, Any]]:
-    (cli.folder / "who.py").write_text(WHO)
+def _members(cli: Cli, count: int) -> list[dict[str, Any]]:
+    """Run a gang of a master and ``count`` workers. Check and return what each member got from ``distflow.distributed``."""
+    (cli.folder / "who.py").write_text(SHOW_MEMBER)
     began = datetime.now(timezone.utc).replace(microsecond=0)
-    done = cli.run("workflow", "submit", cli.spec(GANG.replace("PYTHON", BARE, 2).replace("COUNT", str(count))), "--wait")
+    done = cli.run(
+        "workflow", "submit", cli.spec(GANG.replace("PYTHON", BARE_PYTHON, 2).replace("COUNT", str(count))), "--wait"
+    )
     assert done.code == 0, done.out + done.err
     workflow = done.out.splitlines()[0]
     rows = sorted(json_lines(cli.logs(workflow)), key=lambda row: int(row["member"]))
@@ -132,17 +135,17 @@ def _who(cli: Cli, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_tasks_know_their_gang_where_no_distflow_is_installed(cli: Cli) -> None:
-    _who(cli, 1)
+def test_tasks_get_their_gang_without_an_installed_distflow(cli: Cli) -> None:
+    _members(cli, 1)
 
 
-def test_they_do_so_behind_ssh(lab: Lab) -> None:
-    lab.configure(python=BARE)
-    rows = _who(lab.cli, 2)
+def test_tasks_on_ssh_hosts_get_their_gang_without_an_installed_distflow(lab: Lab) -> None:
+    lab.configure(python=BARE_PYTHON)
+    rows = _members(lab.cli, 2)
     assert [row["address"] for row in rows] == [f"127.0.1.{row['node'][-1]}" for row in rows]
 
 
-def test_valohais_package_reads_them_unchanged(cli: Cli) -> None:
+def test_valohai_utils_reads_the_members_of_a_gang(cli: Cli) -> None:
     if importlib.util.find_spec("valohai") is None:
         pytest.skip("valohai-utils is not installed")
     (cli.folder / "who.py").write_text(
@@ -157,7 +160,7 @@ def test_valohais_package_reads_them_unchanged(cli: Cli) -> None:
     assert [row["out"] for row in rows] == [f"{folder}/model.pt" for folder in outputs]
 
 
-def _trained(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, Any]]:
+def _train(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, Any]]:
     (cli.folder / "sum.py").write_text(SUM)
     text = TRAIN.replace("PYTHON", sys.executable).replace("LAUNCHER", launcher).replace('"FAIL"', f'"{fail}"')
     done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=170)
@@ -169,14 +172,14 @@ def _trained(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, 
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str, forking_site: str) -> None:
     cli.configure(environment={"PYTHONPATH": forking_site})
-    rows = _trained(cli, launcher)
+    rows = _train(cli, launcher)
     assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(rank, 3, 3.0) for rank in range(3)]
     assert [row["task"] for row in rows] == ["master", "master", "worker"]
     assert all(row["lr"] == ["--lr", "0.1"] for row in rows)
     for rank, task in ((0, "master"), (1, "master"), (2, "worker")):
         lines = json.loads(cli.logs("train-1", "--rank", str(rank), "--format-type", "json"))
-        said = [json.loads(line["text"]) for line in lines if line["text"].startswith("{")]
-        assert [(row["rank"], row["task"]) for row in said] == [(rank, task)]
+        rank_rows = [json.loads(line["text"]) for line in lines if line["text"].startswith("{")]
+        assert [(row["rank"], row["task"]) for row in rank_rows] == [(rank, task)]
     assert "[master rank 1] {" in cli.logs("train-1")
 
 
@@ -192,12 +195,12 @@ def test_a_rank_that_ends_slowly_after_its_exception_is_the_first_cause(cli: Cli
 @pytest.mark.torch
 def test_torchrun_restarts_the_ranks_of_a_gang(cli: Cli, forking_site: str) -> None:
     cli.configure(environment={"PYTHONPATH": forking_site})
-    rows = _trained(cli, "{kind: torchrun, max_restarts: 2}", fail="0")
+    rows = _train(cli, "{kind: torchrun, max_restarts: 2}", fail="0")
     assert {row["restart"] for row in rows if row["task"] == "master"} == {"1"}
     assert sorted((row["rank"], row["of"], row["sum"]) for row in rows) == [(rank, 3, 3.0) for rank in range(3)]
 
 
-def test_the_dry_run_shows_the_tasks(cli: Cli) -> None:
+def test_the_dry_run_shows_the_launcher_command_of_each_task(cli: Cli) -> None:
     (cli.folder / "sum.py").write_text(SUM)
     text = TRAIN.replace("PYTHON", "python3").replace("LAUNCHER", "spawn")
     done = cli.run("workflow", "submit", cli.spec(text), "--dry-run", "-t", "json")
@@ -241,7 +244,7 @@ workflow:
 
 
 @pytest.mark.torch
-def test_the_ranks_train_by_the_strategy_of_the_spec(cli: Cli, forking_site: str) -> None:
+def test_the_ranks_train_with_the_strategy_of_the_spec(cli: Cli, forking_site: str) -> None:
     cli.configure(environment={"PYTHONPATH": forking_site})
     (cli.folder / "sharded.py").write_text(SHARDED)
     done = cli.run("workflow", "submit", cli.spec(STRATEGY.replace("PYTHON", sys.executable)), "--wait", timeout=170)
@@ -261,13 +264,13 @@ dist.all_reduce(torch.ones(2 + dist.get_rank()))
 
 
 @pytest.mark.torch
-def test_with_debug_a_collective_that_does_not_match_names_both_ranks(cli: Cli, forking_site: str) -> None:
+def test_debug_reports_the_shapes_of_mismatched_collectives(cli: Cli, forking_site: str) -> None:
     cli.configure(environment={"PYTHONPATH": forking_site})
     (cli.folder / "sharded.py").write_text(MISMATCH)
     text = STRATEGY.replace("PYTHON", sys.executable).replace("strategy: {kind: fsdp}", "debug: true")
     done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=170)
     assert done.code == 1
-    said = cli.logs("train-1")
-    assert "Detected mismatch between collectives on ranks. Rank " in said
-    assert "TensorShape=[2]" in said
-    assert "TensorShape=[3]" in said
+    logs = cli.logs("train-1")
+    assert "Detected mismatch between collectives on ranks. Rank " in logs
+    assert "TensorShape=[2]" in logs
+    assert "TensorShape=[3]" in logs

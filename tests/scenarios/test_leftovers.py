@@ -1,4 +1,4 @@
-"""What crashes leave on nodes, found and ended through the command line."""
+"""``node reap`` stops processes that crashes left on nodes, and ``node uninstall`` removes distflow's files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ workflow:
 
 
 def crash(cli: Cli, root: Path) -> str:
-    """Kill at one instant all of distflow that watches the workflow: supervisor, agents, runner, keeper. Return the attempt."""
+    """Kill supervisor, agents, runner and keeper of a workflow at the same moment. Return the attempt of its task."""
     (path,) = root.glob("*/*/one/0/runner.json")
     state = json.loads(path.read_text())
     supervisor = cli.supervisor()
@@ -56,7 +56,8 @@ def is_agent(entry: Path, cli: Cli) -> bool:
         return False
 
 
-def document(cli: Cli, *arguments: str) -> dict[str, Any]:
+def reap_json(cli: Cli, *arguments: str) -> dict[str, Any]:
+    """Run ``node reap``, and return its JSON output."""
     done = cli.run("node", "reap", "-t", "json", *arguments)
     assert done.code == 0, done.err
     answer: dict[str, Any] = json.loads(done.out)
@@ -64,11 +65,11 @@ def document(cli: Cli, *arguments: str) -> dict[str, Any]:
 
 
 def ours(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """The processes to stop; those that concurrent tests leave on the machine are listed, too."""
+    """Return the found processes to stop. The list also has processes of concurrent tests."""
     return [one for one in node["found"] if one["is_ours"]]
 
 
-def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
+def test_reap_stops_the_processes_that_a_crash_of_distflow_left(cli: Cli) -> None:
     cli.configure(stop_grace="1s")
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(DAEMON))
@@ -76,9 +77,9 @@ def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
     attempt = crash(cli, cli.root)
     (sleep,) = [pid for pid, command in cli.processes() if command == "sleep 600 "]
 
-    seen = document(cli, "--dry-run")["nodes"][0]
-    assert [(one["pid"], one["name"], one["attempt"]) for one in ours(seen)] == [(sleep, "sleep", attempt)], seen
-    assert (seen["node"], seen["settled"], seen["error"]) == ("local", [attempt], None)
+    node = reap_json(cli, "--dry-run")["nodes"][0]
+    assert [(one["pid"], one["name"], one["attempt"]) for one in ours(node)] == [(sleep, "sleep", attempt)], node
+    assert (node["node"], node["settled"], node["error"]) == ("local", [attempt], None)
     text = cli.run("node", "reap", "--dry-run")
     assert text.code == 0
     assert "would stop" in text.out
@@ -91,12 +92,12 @@ def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
     assert (done.code, done.err) == (0, "")
     assert "stopped" in done.out
     assert sleep not in [pid for pid, _ in cli.processes()]
-    assert ours(document(cli)["nodes"][0]) == []
-    # The next supervisor decides by the record; running processes are not touched.
+    assert ours(reap_json(cli)["nodes"][0]) == []
+    # The next supervisor reads the recorded end. Reap does not stop running tasks.
     cli.await_status(workflow, "FAILED_SERVER_ERROR")
     kept = cli.submit(cli.spec(KEPT.replace("GO", str(go))))
     cli.await_running(kept)
-    assert ours(document(cli)["nodes"][0]) == []
+    assert ours(reap_json(cli)["nodes"][0]) == []
     go.touch()
     cli.await_status(kept, "COMPLETED")
 
@@ -104,24 +105,24 @@ def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
     assert (wrong.code, "nodes: `local`" in wrong.err) == (2, True)
 
 
-def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_reaped(lab: Lab) -> None:
+def test_reap_names_an_unreachable_node_and_continues_with_the_others(lab: Lab) -> None:
     lab.configure(nodes={"gpu2": {"host": "127.0.1.99", "port": 9}}, connect_timeout="5s")
     done = lab.cli.run("node", "reap", "--pool", "lab")
     assert done.code == 3
     assert done.err.startswith("error: gpu2: "), done.err
-    told = lab.cli.run("node", "reap", "--pool", "lab", "-t", "json")
-    assert told.code == 3
-    assert [bool(one["error"]) for one in json.loads(told.out)["nodes"]] == [False, True, False]
+    done = lab.cli.run("node", "reap", "--pool", "lab", "-t", "json")
+    assert done.code == 3
+    assert [bool(one["error"]) for one in json.loads(done.out)["nodes"]] == [False, True, False]
 
 
-def test_an_uninstalled_node_keeps_only_foreign_files(cli: Cli) -> None:
+def test_uninstall_refuses_while_a_task_runs_and_keeps_only_files_of_users(cli: Cli) -> None:
     cli.configure(gpus=1)
     go = cli.folder / "go"
     gpu = KEPT.replace("name: kept\n", "name: kept\n  resources: {default: {gpu: 1}}\n")
     workflow = cli.submit(cli.spec(gpu.replace("GO", str(go))))
     cli.await_running(workflow)
-    asked = cli.run("node", "uninstall")
-    assert (asked.code, "--yes" in asked.err) == (2, True)
+    unconfirmed = cli.run("node", "uninstall")
+    assert (unconfirmed.code, "--yes" in unconfirmed.err) == (2, True)
     refused = cli.run("node", "uninstall", "--yes")
     assert (refused.code, f"tasks are running here: {workflow}/one" in refused.err) == (3, True), refused.err
     assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
@@ -130,27 +131,27 @@ def test_an_uninstalled_node_keeps_only_foreign_files(cli: Cli) -> None:
     cli.await_status(workflow, "COMPLETED")
     wait_until(lambda: cli.supervisor() is None, 30)
 
-    users = [cli.top / "datasets" / "mnist" / "images.bin", cli.top / "blobs" / "model.pt", cli.root / "mine.txt"]
-    users.append(cli.root / "blobs" / "notes")
-    for path in users:
+    user_files = [cli.top / "datasets" / "mnist" / "images.bin", cli.top / "blobs" / "model.pt", cli.root / "mine.txt"]
+    user_files.append(cli.root / "blobs" / "notes")
+    for path in user_files:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("not yours")
     wait_until(lambda: cli.run("node", "uninstall", "--yes", "-t", "json").code == 0, 30)
     files = [path for path in cli.top.rglob("*") if path.is_file()]
-    assert sorted(files) == sorted([*users, cli.root / ".distflow"])
+    assert sorted(files) == sorted([*user_files, cli.root / ".distflow"])
     assert not cli.leases.exists()
     text = cli.run("node", "uninstall", "--yes")
     assert text.out == (
         f"local: removed, except:\n  {cli.root}/blobs: it contains files that do not belong to distflow\n"
         f"  {cli.root}/mine.txt: it does not belong to distflow\n"
     )
-    for path in users[2:]:
+    for path in user_files[2:]:
         path.unlink()
     assert cli.run("node", "uninstall", "--yes").out == "local: removed\n"
-    assert sorted(path for path in cli.top.rglob("*") if path.is_file()) == sorted(users[:2])
+    assert sorted(path for path in cli.top.rglob("*") if path.is_file()) == sorted(user_files[:2])
 
 
-def test_a_lock_that_is_held_is_left_and_named(cli: Cli) -> None:
+def test_uninstall_keeps_and_names_a_locked_lease(cli: Cli) -> None:
     cli.leases.mkdir()
     (cli.leases / "gpu-0.lock").touch()
     (cli.leases / "gpu-1.lock").touch()

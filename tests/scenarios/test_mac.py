@@ -1,6 +1,6 @@
-"""A submitter without what only Linux has: names of the standard library, and /proc. The nodes are Linux machines over SSH.
+"""A submitter without Linux-only names of the standard library and without /proc. The nodes are Linux machines over SSH.
 
-This does not replace a test on a Mac. It shows that the code on the submitter's side needs nothing of Linux.
+This does not replace a test on a Mac. It shows that the submitter's code needs no Linux features.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ sys.addaudithook(hide)
 
 
 @pytest.mark.ssh
-def test_a_submitter_needs_nothing_of_linux(lab: Lab, tmp_path: Path) -> None:
+def test_a_submitter_needs_no_linux_features(lab: Lab, tmp_path: Path) -> None:
     site = tmp_path / "mac"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
@@ -57,12 +57,12 @@ def test_a_submitter_needs_nothing_of_linux(lab: Lab, tmp_path: Path) -> None:
         )  # fmt: skip
         return Done(code=done.returncode, out=done.stdout, err=done.stderr)
 
-    seen = subprocess.run(
+    check = subprocess.run(
         [sys.executable, "-c", "import os; print(hasattr(os, 'pidfd_open')); open('/proc/stat')"], env=environment,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert seen.stdout == "False\n", seen.stderr
-    assert "FileNotFoundError" in seen.stderr
+    assert check.stdout == "False\n", check.stderr
+    assert "FileNotFoundError" in check.stderr
 
     spec = lab.cli.spec(GANG.replace("GO", str(tmp_path / "go")))
     done = run("workflow", "submit", spec)

@@ -1,4 +1,4 @@
-"""The Python, the setup and the variables of the nodes from the command line and from a hostfile."""
+"""The options ``--python``, ``--setup`` and ``--env`` of ``workflow submit``, and the report of a Python without torch."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ workflow:
 
 
 def make_environment(folder: Path) -> Path:
-    """Make a directory with a ``python3``, as a virtual environment has one, and return the path of that Python."""
+    """Make a directory with ``bin/python3``, as in a virtual environment, and return the path of this Python."""
     (folder / "bin").mkdir(parents=True)
     python = folder / "bin" / "python3"
     python.symlink_to(getattr(sys, "_base_executable", sys.executable))
     return python
 
 
-def test_settings_of_a_command_override_pool_and_spec_and_hold_for_a_restart(cli: Cli) -> None:
+def test_submit_options_override_pool_and_spec_and_are_kept_by_a_restart(cli: Cli) -> None:
     python = make_environment(cli.folder / "environment")
     cli.configure(setup="export FROM_SETUP=pool", environment="{GREETING: from the pool}")
     spec = cli.spec(SPEC.replace("GO", f"{cli.folder}/go"))
     options = ["--python", "~/environment/bin/python3", "--setup", "export FROM_SETUP=option"]
     done = cli.run("workflow", "submit", spec, *options, "--env", "GREETING=hello", "--env", "OMP_NUM_THREADS=7", "--wait")
-    said = f"[one] {python}\n[one] hello 7 option\n"
-    assert (done.code, done.out) == (1, f"shows-1\n{said}"), done.err
+    output = f"[one] {python}\n[one] hello 7 option\n"
+    assert (done.code, done.out) == (1, f"shows-1\n{output}"), done.err
     (cli.folder / "go").touch()
     done = cli.run("workflow", "restart", "shows-1", "--wait")
-    assert (done.code, done.out) == (0, f"shows-2\n{said}"), done.err
-    # What is given again replaces only itself.
+    assert (done.code, done.out) == (0, f"shows-2\n{output}"), done.err
+    # A new `--env` replaces only this variable. The other options are kept.
     done = cli.run("workflow", "submit", "shows-2", "--env", "GREETING=again", "--wait")
     assert (done.code, done.out) == (0, f"shows-3\n[one] {python}\n[one] again 7 option\n"), done.err
 
 
 def test_wrong_settings_are_refused(cli: Cli) -> None:
-    for option, value, words in (
+    for option, value, message in (
         ("--python", "", "--python `` is not the path or the name of a program"),
         ("--python", "-c", "--python `-c` is not the path or the name of a program"),
         ("--env", "1A=x", "--env: `1A` is not a valid name of a variable"),
@@ -56,11 +56,11 @@ def test_wrong_settings_are_refused(cli: Cli) -> None:
     ):
         done = cli.run("workflow", "submit", cli.spec(SPEC), option, value)
         assert (done.code, done.out) == (2, "")
-        assert words in done.err
+        assert message in done.err
 
 
-def test_a_python_without_torch_is_reported_before_the_start_with_the_line_to_add(cli: Cli) -> None:
-    # This torch only prints that it was started.
+def test_a_python_without_torch_is_reported_with_the_option_to_add(cli: Cli) -> None:
+    # A stand-in for torch, whose torchrun only prints that it was started.
     python = make_environment(cli.folder / "with-torch")
     package = cli.folder / "with-torch" / "lib" / "python3.x" / "site-packages" / "torch"
     (package / "distributed").mkdir(parents=True)

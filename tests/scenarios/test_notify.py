@@ -1,4 +1,4 @@
-"""Notifications of whole runs, sent by a process of their own, which may be killed."""
+"""Notifications of a workflow's end. A separate process sends them, and it may be killed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ workflow:
 """
 
 
-def events(cli: Cli, workflow: str) -> list[dict[str, Any]]:
+def notification_events(cli: Cli, workflow: str) -> list[dict[str, Any]]:
     lines = cli.run("workflow", "events", workflow, "--format-type", "json").out
     return [event for event in json.loads(lines)["events"] if event["kind"] == "notification"]
 
 
-def sender(cli: Cli) -> int | None:
+def sender_pid(cli: Cli) -> int | None:
     return next((pid for pid, command in cli.processes() if "distflow.client.notifications" in command), None)
 
 
@@ -47,22 +47,23 @@ def test_a_notification_survives_the_death_of_its_sender_and_of_the_supervisor(c
         cli.await_status(quick, "COMPLETED")
         wait_until(lambda: receiver.received, 30)
         cli.kill_supervisor()
-        pid = sender(cli)
+        pid = sender_pid(cli)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(pid))
         receiver.is_silent.clear()
-        (event,) = wait_until(lambda: events(cli, quick), 30)  # the command also starts both of them again
+        # `workflow events` also starts the supervisor and the sender again.
+        (event,) = wait_until(lambda: notification_events(cli, quick), 30)
         assert (event["code"], event["fields"]) == ("notification_sent", {"on": "completed", "target": "team"})
         first, again = receiver.received
-        assert first == again, "the receiver can recognize it by its id"
+        assert first == again, "a receiver can recognize the second request by its id"
         assert_documented(again, "notification")
         assert (again["name"], again["labels"], again["status"]) == (quick, {"team": "vision"}, "COMPLETED")
         cli.run("workflow", "cancel", sleeps, "--force")
         cli.await_status(sleeps, "FAILED_CANCELED")
         wait_until(lambda: not cli.processes(), 30)
         assert cli.run("workflow", "list").code == 0
-        assert sender(cli) is None
+        assert sender_pid(cli) is None
         assert len(receiver.received) == 2
     for path in cli.state.glob("*.log"):
         assert SECRET not in path.read_text()

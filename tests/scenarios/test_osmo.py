@@ -1,8 +1,7 @@
-"""OSMO's language in specs of our own, ``tests/goldens/osmo/*.yaml``: each runs to its end.
+"""Run the specs in ``tests/goldens/osmo/*.yaml``, which use all keys of OSMO's language.
 
-The results are compared with the text next to each spec.
-
-``DISTFLOW_RENEW_GOLDENS=1`` writes the texts again; the diff then shows the changes.
+The result of each spec must be equal to the text next to it. ``DISTFLOW_RENEW_GOLDENS=1`` writes these texts again; the diff
+then shows the changes.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "environment": ("--set-env", "EMPTY=a=b"),
     }
 )
-KEYS: Mapping[str, str] = MappingProxyType({"tracker": "api_key=a-key-of-mine", "deploy": "id_key=another-key"})
+CREDENTIALS: Mapping[str, str] = MappingProxyType({"tracker": "api_key=a-key-of-mine", "deploy": "id_key=another-key"})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_spec_of_osmos_language_runs_as_the_golden_text_says(cli: Cli, name: str) -> None:
-    spec = _bring(cli, name)
+def test_an_osmo_spec_has_the_result_of_its_golden_file(cli: Cli, name: str) -> None:
+    spec = _prepare(cli, name)
     cli.configure(gpus=2)
     text = (cli.folder / "distflow.yaml").read_text()
     node = "{name: local, platform: cpu, memory: 8Gi, labels: {rack: r1, row: a},"
     (cli.folder / "distflow.yaml").write_text(text.replace("{name: local,", node))
-    _hold(name, _run(cli, spec, name), GOLDENS / f"{name}.txt")
+    _compare(name, _run(cli, spec, name), GOLDENS / f"{name}.txt")
 
 
 @pytest.mark.parametrize("name", ["combination", "gang_strict", "topology"])
-def test_it_runs_so_on_nodes_behind_ssh(lab: Lab, name: str) -> None:
+def test_an_osmo_spec_has_the_same_result_on_ssh_hosts(lab: Lab, name: str) -> None:
     racks = {"gpu1": "r1", "gpu2": "r2", "gpu3": "r2"}
     lab.configure(nodes={node: {"cpus": 1, "labels": {"rack": rack, "row": node}} for node, rack in racks.items()})
-    spec = _bring(lab.cli, name)
-    _hold(name, _run(lab.cli, spec, name), GOLDENS / f"{name}.txt")
+    spec = _prepare(lab.cli, name)
+    _compare(name, _run(lab.cli, spec, name), GOLDENS / f"{name}.txt")
     if name == "topology":
-        ident = _ident(lab.cli)
-        assert {task["node_name"] for task in lab.cli.tasks(ident).values()} == {"gpu2", "gpu3"}
+        workflow = _workflow_id(lab.cli)
+        assert {task["node_name"] for task in lab.cli.tasks(workflow).values()} == {"gpu2", "gpu3"}
 
 
 def test_every_key_of_osmos_language_is_in_one_of_the_specs() -> None:
@@ -62,36 +61,36 @@ def test_every_key_of_osmos_language_is_in_one_of_the_specs() -> None:
         text = (GOLDENS / f"{name}.yaml").read_text()
         rendered = render(text, name, sets=[("here", "/tmp")] if "{{here}}" in text else [])
         used |= used_keys(yaml.safe_load(rendered.text))
-        # The template has taken it away.
+        # Rendering removes this section.
         used |= {"default-values"} if "\ndefault-values:" in text else set()
     assert sorted(osmo_keys() - used) == []
 
 
-def _bring(cli: Cli, name: str) -> Path:
-    """Copy the specs, and put down what they take."""
+def _prepare(cli: Cli, name: str) -> Path:
+    """Copy the specs, and create the input files, datasets and credentials of one. Return the path of this spec."""
     shutil.copytree(GOLDENS, cli.folder / "osmo")
-    for path, words in {"first.txt": "12\n", "second.md": "x\n", "sub/third.txt": "7\n"}.items():
+    for path, content in {"first.txt": "12\n", "second.md": "x\n", "sub/third.txt": "7\n"}.items():
         file = cli.folder / "data" / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(words)
+        file.write_text(content)
     if name == "datasets":
         assert cli.run("dataset", "upload", "numbers", "data").code == 0
     if name == "credentials":
-        for credential, payload in KEYS.items():
+        for credential, payload in CREDENTIALS.items():
             assert cli.run("credential", "set", credential, "--payload", payload).code == 0
     return cli.folder / "osmo" / f"{name}.yaml"
 
 
 def _run(cli: Cli, spec: Path, name: str) -> str:
-    """Run a spec to its end, and return in words what came of it."""
+    """Run a spec to its end, and return its result as text: exit code, warnings, states, logs and stored files."""
     here = ("--set", f"here={cli.folder}") if "{{here}}" in spec.read_text() else ()
     done = cli.run("workflow", "submit", f"osmo/{spec.name}", "--wait", *here, *ARGUMENTS.get(name, ()))
-    workflow = cli.query(_ident(cli), "-v")
+    workflow = cli.query(_workflow_id(cli), "-v")
     lines = [f"exit code {done.code}"]
     lines += [
         line.replace(str(cli.folder), "HERE")
         for line in done.err.splitlines()
-        # Whether the tests' directory lies in /tmp, which tasks of a node share, depends on the machine.
+        # Omit a warning that appears only if the tests run in /tmp, which the tasks of a node share.
         if ": warning: " in line and f"share `{cli.folder}`" not in line
     ]
     lines += [f"{workflow['name']}: {workflow['status']}"]
@@ -101,7 +100,7 @@ def _run(cli: Cli, spec: Path, name: str) -> str:
         for task in sorted(group["tasks"], key=lambda task: (task["name"], task["retry_id"])):
             code = "" if task["exit_code"] is None else f", exit code {task['exit_code']}"
             lines += [f"  {task['name']} {task['retry_id']}: {task['status']}{code}"]
-    # Tasks run side by side: only the order of each one's own lines is certain.
+    # Tasks run at the same time, so only the order of the lines of each task is certain.
     logs = sorted(cli.logs(workflow["name"]).splitlines(), key=lambda line: line.partition("]")[0])
     lines += ["", *logs] if logs else []
     store = cli.folder / "store"
@@ -112,12 +111,13 @@ def _run(cli: Cli, spec: Path, name: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _ident(cli: Cli) -> str:
+def _workflow_id(cli: Cli) -> str:
     (workflow,) = json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"]
     return str(workflow["name"])
 
 
-def _hold(name: str, text: str, golden: Path) -> None:
+def _compare(name: str, text: str, golden: Path) -> None:
+    """Compare a result with its golden file, or write the golden file again."""
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         golden.write_text(text)
     assert text == golden.read_text(), name

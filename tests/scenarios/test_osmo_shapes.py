@@ -1,4 +1,4 @@
-"""Shapes of OSMO's own specs, in specs of our own: each must run as in OSMO, or warn at the line where it does not."""
+"""Specs with patterns of OSMO's own specs: each must run as in OSMO, or cause a warning at the line that does not."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ default-values:
 """
 
 
-def need(*programs: str) -> None:
-    """Skip the test where a program is missing: stand-ins would prove nothing."""
-    lacking = [program for program in programs if shutil.which(program) is None]
-    if lacking:
-        pytest.skip(f"{', '.join(lacking)} not found: apt-get install bind9-dnsutils bind9-host netcat-openbsd")
+def skip_without(*programs: str) -> None:
+    """Skip the test if a program is missing, because stand-ins would prove nothing."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not found: apt-get install bind9-dnsutils bind9-host netcat-openbsd")
 
 
 @pytest.mark.ssh
 @pytest.mark.torch
-def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(
+def test_the_two_node_tutorial_trains_with_real_nslookup_and_nc(
     lab: Lab, repository: Path, forking_site: str
 ) -> None:  # fmt: skip
-    need("nslookup", "nc")
+    skip_without("nslookup", "nc")
     cli = lab.cli
     lab.configure(names=("gpu1", "gpu2"), environment={"PYTHONPATH": forking_site})
     shutil.copy(repository / "workflow_specs" / "train_dist.py", cli.folder)
@@ -95,9 +95,9 @@ def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(
     rows = json_lines(log)
     assert {row["rank"] for row in rows if row.get("event") == "started"} == {0, 1}
     assert [row["world_size"] for row in rows if row.get("event") == "started"] == [2, 2]
-    (made,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
-    assert (made["name"], made["versions"]) == ("models", [1])
-    assert made["latest"]["file_count"] >= 1
+    (dataset,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
+    assert (dataset["name"], dataset["versions"]) == ("models", [1])
+    assert dataset["latest"]["file_count"] >= 1
 
 
 REFERENCES = """\
@@ -120,7 +120,7 @@ def test_references_to_variables_are_replaced_as_in_kubernetes(cli: Cli) -> None
     assert (output / "answer.txt").read_text() == "text\n"
     log = cli.logs("references-1")
     assert f"[write] at {output}/answer.txt in 20xx" in log
-    assert "FILE_PATH: not found" in log  # escaped: the shell looked for a command of that name
+    assert "FILE_PATH: not found" in log  # `$$(…)` is escaped, so the shell looked for a command of that name
 
 
 EARLIER = """\
@@ -143,7 +143,7 @@ default-values:
 """
 
 
-def test_tokens_in_comments_only_warn_and_an_earlier_task_is_named_by_its_name(cli: Cli) -> None:
+def test_tokens_in_comments_only_cause_warnings_and_inputs_are_found_by_task_name(cli: Cli) -> None:
     text = "workflow: {name: first, tasks: [{name: write, command: [sh, -c, 'echo text > {{output}}/answer.txt']}]}\n"
     assert cli.run("workflow", "submit", cli.spec(text), "--wait").code == 0
     done = cli.run("workflow", "submit", cli.spec(EARLIER), "--wait", "--set", "earlier=first-1")
@@ -176,7 +176,7 @@ workflow:
 """
 
 
-def test_relative_paths_begin_where_the_task_starts_as_they_do_in_an_image(cli: Cli) -> None:
+def test_relative_paths_start_at_the_working_directory_as_in_an_image(cli: Cli) -> None:
     done = cli.run("workflow", "submit", cli.spec(RELATIVE), "--wait")
     assert done.code == 0, done.err + done.out
     assert cli.logs("relative-1").replace("[one] ", "").splitlines() == ["text", "helped", "helped", "helped", "helper.sh"]
@@ -208,17 +208,17 @@ workflow:
 """
 
 
-@pytest.mark.parametrize(("mount", "lines"), [("/var/tmp", ["21"]), ("FOLDER", [])])
-def test_tasks_that_share_files_of_one_node_unknowingly_are_named(cli: Cli, mount: str, lines: list[str]) -> None:
+@pytest.mark.parametrize(("mount", "warning_lines"), [("/var/tmp", ["21"]), ("FOLDER", [])])
+def test_a_path_that_tasks_share_without_a_mount_causes_a_warning(cli: Cli, mount: str, warning_lines: list[str]) -> None:
     folder = cli.folder / "shared"
     folder.mkdir()
     text = SHARING.replace("MOUNT", mount).replace("FOLDER", str(folder)).replace("/tmp/DIR", str(folder))
     for command in ("validate", "submit"):
         done = cli.run("workflow", command, cli.spec(text), *(["--wait"] if command == "submit" else []))
         assert done.code == 0, done.err + done.out
-        found = [line for line in done.err.splitlines() if "` share `" in line]
-        assert [line.partition("spec.yaml:")[2].partition(":")[0] for line in found] == lines
-        assert all(f"`server`, `client` share `{folder}/answer.txt`" in line for line in found)
+        warnings = [line for line in done.err.splitlines() if "` share `" in line]
+        assert [line.partition("spec.yaml:")[2].partition(":")[0] for line in warnings] == warning_lines
+        assert all(f"`server`, `client` share `{folder}/answer.txt`" in line for line in warnings)
 
 
 MOUNTS = """\
@@ -232,15 +232,15 @@ workflow:
 """
 
 
-def test_a_directory_to_mount_that_the_node_does_not_have_is_named(cli: Cli) -> None:
-    here = cli.folder / "given"
-    done = cli.run("workflow", "submit", cli.spec(MOUNTS.replace("HERE", str(here))), "--wait")
+def test_a_missing_directory_of_volume_mounts_is_reported(cli: Cli) -> None:
+    folder = cli.folder / "given"
+    done = cli.run("workflow", "submit", cli.spec(MOUNTS.replace("HERE", str(folder))), "--wait")
     assert done.code == 1
     task = cli.tasks("mounts-1")["read"]
     assert task["status"] == "FAILED_START_ERROR"
-    assert f"`volumeMounts`: `{here}` does not exist on this node" in task["failure_message"]
-    here.mkdir()
-    (here / "x").write_text("there\n")
+    assert f"`volumeMounts`: `{folder}` does not exist on this node" in task["failure_message"]
+    folder.mkdir()
+    (folder / "x").write_text("there\n")
     assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 0
     assert cli.logs("mounts-2") == "[read] there\n"
 
@@ -256,8 +256,8 @@ workflow:
 """
 
 
-def test_a_link_gives_distflow_the_name_of_osmos_client_in_tasks(cli: Cli) -> None:
-    # What docs/osmo.md says to do, in a directory of PATH.
+def test_tasks_can_call_distflow_as_osmo_through_a_symlink(cli: Cli) -> None:
+    # A symlink in a directory of PATH, as docs/osmo.md recommends.
     program, folder = Path(sys.executable).parent / "distflow", cli.folder / "bin"
     folder.mkdir()
     (folder / "osmo").symlink_to(program)
@@ -296,7 +296,7 @@ default-values:
 """
 
 
-def test_empty_values_and_equal_duplicates_are_taken(cli: Cli) -> None:
+def test_empty_values_and_equal_duplicate_keys_are_accepted(cli: Cli) -> None:
     empty = [word for name in ("cpu", "memory", "platform") for word in ("--set", f"{name}=")]
     done = cli.run("workflow", "submit", cli.spec(LENIENT), "--wait", *empty)
     assert done.code == 0, done.err + done.out

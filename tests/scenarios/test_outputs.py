@@ -1,4 +1,4 @@
-"""Output files are listed and fetched over SSH, from tasks that run and after their end."""
+"""Output files of running and of ended tasks are listed and fetched over SSH."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ workflow:
 """
 
 
-def contents(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -60,18 +60,18 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
 
     done = cli.run("fetch", "-")
     assert (done.code, done.out, done.err) == (0, f"fetched 3 files, 19 MiB, to {workflow}\n", "")
-    here = cli.folder / workflow
-    assert contents(here) == [".distflow-results", "master/logs/a.txt", "master/model.pt", "worker/worker.txt"]
+    fetched_to = cli.folder / workflow
+    assert file_names(fetched_to) == [".distflow-results", "master/logs/a.txt", "master/model.pt", "worker/worker.txt"]
     (model,) = cli.folder.glob("gpu*/**/training/master/0/output/model.pt")
-    assert (here / "master" / "model.pt").read_bytes() == model.read_bytes()
+    assert (fetched_to / "master" / "model.pt").read_bytes() == model.read_bytes()
     assert cli.run("fetch", workflow).out == f"fetched 0 files, 0 B, to {workflow}; 3 were already there\n"
 
     assert cli.run("fetch", workflow, "{{output}}/", "--to", workflow).out.endswith("; 3 were already there\n")
     done = cli.run("fetch", workflow, "*.pt", "--to", "results", "-t", "json")
     assert json.loads(done.out)["tasks"] == [{"name": "master", "task_name": "master", "folder": "results"}]
-    assert contents(cli.folder / "results") == ["model.pt"]
+    assert file_names(cli.folder / "results") == ["model.pt"]
     assert cli.run("fetch", workflow, "--workdir", "--to", "work").code == 0
-    assert contents(cli.folder / "work") == ["loss.csv"]
+    assert file_names(cli.folder / "work") == ["loss.csv"]
 
     done = cli.run("fetch", workflow, "nothing", "--task", "worker")
     assert (done.code, done.out) == (2, "")
@@ -79,10 +79,10 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
 
     # A transfer continues after its connection broke.
     nodes = {name: task["node_name"] for name, task in cli.tasks(workflow).items()}
-    reached: list[int] = []
+    done_bytes: list[int] = []
 
     def break_once(progress: OutputProgress) -> None:
-        reached.append(progress.done)
+        done_bytes.append(progress.done)
         if progress.done > 2 and not broken:
             broken.append(progress.done)
             lab.servers[nodes["master"]].restart()
@@ -92,18 +92,18 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
         record = find_workflow(client, workflow)
         fetched = fetch_output_files(client, record, cli.folder / "again", tasks=["master"], on_progress=break_once)
     assert (fetched.errors, fetched.files, fetched.unchanged, broken != []) == ((), 2, 0, True)
-    assert min(reached[reached.index(broken[0]) :]) == broken[0], "it did not begin again"
+    assert min(done_bytes[done_bytes.index(broken[0]) :]) == broken[0], "the transfer did not begin again at zero"
     assert (cli.folder / "again" / "model.pt").read_bytes() == model.read_bytes()
 
-    # A node that does not answer does not prevent the others.
+    # Files of the other nodes are fetched although one node does not answer.
     node = nodes["worker"]
     lab.servers[node].stop()
     done = cli.run("fetch", workflow, "--to", "rest")
     assert done.code == 3
-    assert contents(cli.folder / "rest") == ["logs/a.txt", "model.pt"]
+    assert file_names(cli.folder / "rest") == ["logs/a.txt", "model.pt"]
     assert f"error: {node}: the files of worker of {workflow} cannot be read: " in done.err
 
-    # Nothing is left after `node clean`.
+    # `node clean` removes the outputs.
     lab.servers[node].start()
     done = cli.run("node", "clean", "--older-than", "0s")
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""Ports of a task's node, from here."""
+"""`workflow port-forward`: ports of this machine are forwarded to ports of a task's node."""
 
 from __future__ import annotations
 
@@ -33,41 +33,43 @@ def _get(port: int) -> str:
     return connection.getresponse().read().decode()
 
 
-def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    words = process.communicate(timeout=30)[1]
-    return process.returncode, words
+def _wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    stderr = process.communicate(timeout=30)[1]
+    return process.returncode, stderr
 
 
-def test_connections_at_once_reach_the_task_until_ctrl_c_or_its_end(place: Cli) -> None:
-    workflow = place.submit(place.spec(SPEC))
-    log = place.await_log(workflow, "port ")
+def test_parallel_connections_reach_the_task_until_ctrl_c_or_its_end(any_cli: Cli) -> None:
+    workflow = any_cli.submit(any_cli.spec(SPEC))
+    log = any_cli.await_log(workflow, "port ")
     found = re.search(r"port (\d+)", log)
     assert found is not None
-    theirs, ours, dead, unused = int(found[1]), free_port(), free_port(), free_port()
-    process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs},{dead}:{unused}")
+    remote_port, local_port, other_port, closed_port = int(found[1]), free_port(), free_port(), free_port()
+    process = any_cli.start(
+        "workflow", "port-forward", workflow, "server", "--port", f"{local_port}:{remote_port},{other_port}:{closed_port}"
+    )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith(f"localhost:{ours} is forwarded to port {theirs} of ")
-    assert process.stderr.readline().startswith(f"localhost:{dead} is forwarded to port {unused} of ")
+    assert process.stderr.readline().startswith(f"localhost:{local_port} is forwarded to port {remote_port} of ")
+    assert process.stderr.readline().startswith(f"localhost:{other_port} is forwarded to port {closed_port} of ")
     answers: list[str] = []
-    threads = [threading.Thread(target=lambda: answers.append(_get(ours))) for _ in range(12)]
+    threads = [threading.Thread(target=lambda: answers.append(_get(local_port))) for _ in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert answers == ["from the task"] * 12
-    # Where nothing listens, the visitor is turned away, and it is said.
+    # If nothing listens on the task's port, the connection is closed, and the failure is reported.
     with pytest.raises((http.client.HTTPException, OSError)):
-        _get(dead)
-    assert f"nothing answers on its port {unused}" in process.stderr.readline()
-    taken = place.run("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs}")
-    assert (taken.code, f"cannot listen on port {ours} of localhost" in taken.err) == (2, True)
+        _get(other_port)
+    assert f"nothing answers on its port {closed_port}" in process.stderr.readline()
+    taken = any_cli.run("workflow", "port-forward", workflow, "server", "--port", f"{local_port}:{remote_port}")
+    assert (taken.code, f"cannot listen on port {local_port} of localhost" in taken.err) == (2, True)
     process.send_signal(signal.SIGINT)
-    assert _end(process)[0] == 130
-    process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs}")
-    wait_until(lambda: _is_open(ours), 30)
-    assert place.run("workflow", "cancel", workflow, "--wait", "60").code == 0
-    code, words = _end(process)
-    assert (code, "server has ended: FAILED_CANCELED" in words) == (1, True)
+    assert _wait_for_end(process)[0] == 130
+    process = any_cli.start("workflow", "port-forward", workflow, "server", "--port", f"{local_port}:{remote_port}")
+    wait_until(lambda: _is_open(local_port), 30)
+    assert any_cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+    code, stderr = _wait_for_end(process)
+    assert (code, "server has ended: FAILED_CANCELED" in stderr) == (1, True)
 
 
 def _is_open(port: int) -> bool:
@@ -79,7 +81,7 @@ def _is_open(port: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ports", "words"),
+    ("ports", "message"),
     [
         ("a", "`a` is not a port"),
         ("0", "`0` is not a port"),
@@ -90,6 +92,6 @@ def _is_open(port: int) -> bool:
         ("1000-1099", "at most 30"),
     ],
 )
-def test_ports_that_mean_nothing_are_errors(cli: Cli, ports: str, words: str) -> None:
+def test_invalid_ports_are_refused(cli: Cli, ports: str, message: str) -> None:
     done = cli.run("workflow", "port-forward", "x-1", "t", "--port", ports)
-    assert (done.code, words in done.err) == (2, True), done.err
+    assert (done.code, message in done.err) == (2, True), done.err

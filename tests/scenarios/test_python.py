@@ -1,4 +1,4 @@
-"""`import distflow` as a program and a notebook use it: real processes on this machine."""
+"""The Python API as programs and notebooks use it: real processes on this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ echo $WORD $TOKEN; echo m > {{output}}/model.pt
 
 
 @pytest.fixture(autouse=True)
-def _in_the_directories_of_cli(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_directories_of_cli(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG", "HOME"):
         monkeypatch.setenv(name, cli.environment[name])
     monkeypatch.chdir(cli.folder)
 
 
-def _sleeping(name: str) -> Spec:
+def _sleeping_spec(name: str) -> Spec:
     sleep = Task(name="one", command="sleep 600")
     return Spec(name=name, groups=[Group(name="all", tasks=[sleep])])
 
@@ -37,9 +37,9 @@ def test_a_spec_runs_and_its_results_arrive(cli: Cli, tmp_path: Path, caplog: py
     spec = Spec(name="train", tasks=[task], variables={"word": "a"}, labels={"team": "vision"})
     workflow = distflow.submit(spec, set={"word": "hello"}, secrets={"TOKEN": "s3cret"})
     assert (workflow.id, workflow) == ("train-1", distflow.get("train"))
-    seen: list[str] = []
-    assert workflow.wait(60, on_update=lambda one: seen.append(one.status)).raise_for_status() is workflow
-    assert (workflow.is_finished, seen[-1], repr(workflow)) == (True, "COMPLETED", "<Workflow train-1: COMPLETED>")
+    statuses: list[str] = []
+    assert workflow.wait(60, on_update=lambda one: statuses.append(one.status)).raise_for_status() is workflow
+    assert (workflow.is_finished, statuses[-1], repr(workflow)) == (True, "COMPLETED", "<Workflow train-1: COMPLETED>")
     assert [line.text for line in workflow.logs(task="one", last=1)] == ["hello ********"]
     ((one,),) = [group.tasks for group in workflow.groups]
     assert (one.name, one.status, one.exit_code, one.node, one.is_lead) == ("one", "COMPLETED", 0, "local", True)
@@ -77,8 +77,8 @@ def test_a_failure_is_raised_with_its_cause_and_can_be_restarted(cli: Cli) -> No
     assert (failure.cause.task, failure.cause.exit_code) == ("one", 7)
     assert failed.diagnose()[0].group.name == "one-group"
     assert "one on local: exit code 7" in failed._repr_html_()
-    again = failed.restart()
-    assert again.wait(60).status == "FAILED"
+    restarted = failed.restart()
+    assert restarted.wait(60).status == "FAILED"
     assert [one.id for one in distflow.list()] == ["fails-2", "fails-1"]
 
 
@@ -104,12 +104,12 @@ def test_a_running_workflow_is_followed_and_canceled_without_blocking_the_event_
         workflow.exec("true")
 
 
-def test_a_workflow_waits_in_a_queue_by_its_priority(cli: Cli) -> None:
+def test_submit_accepts_a_priority_and_refuses_an_unknown_one(cli: Cli) -> None:
     cli.configure(cpus=1)
-    workflows = [distflow.submit(_sleeping("one")), distflow.submit(_sleeping("two"), priority="high")]
+    workflows = [distflow.submit(_sleeping_spec("one")), distflow.submit(_sleeping_spec("two"), priority="high")]
     assert all(isinstance(one, Workflow) for one in workflows)
     wait_until(lambda: "RUNNING" in {one.status for one in workflows}, what="a workflow runs")
     with pytest.raises(InputError, match=r"(?s)`highest` is not a priority.*HIGH"):
-        distflow.submit(_sleeping("three"), priority="highest")
+        distflow.submit(_sleeping_spec("three"), priority="highest")
     for one in workflows:
         one.cancel(force=True).wait(60)

@@ -1,4 +1,4 @@
-"""Gangs wait for each other, and one supervisor serves them all."""
+"""Gangs that wait for resources, and one supervisor that serves them all."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_a_gang_that_never_fits_is_refused_at_once(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("is_lock_removed", [False, True])
-def test_four_supervisors_leave_one(cli: Cli, is_lock_removed: bool) -> None:
+def test_further_supervisors_exit_while_one_runs(cli: Cli, is_lock_removed: bool) -> None:
     cli.configure(gpus=2)
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
-    at_work = cli.supervisor()
+    running = cli.supervisor()
     if is_lock_removed:
         (cli.state / "supervisor.lock").unlink()
     extra = [
@@ -67,12 +67,12 @@ def test_four_supervisors_leave_one(cli: Cli, is_lock_removed: bool) -> None:
     ]
     for process in extra:
         assert process.wait(60) == 0
-    assert [pid for pid, command in cli.processes() if "distflow.supervisor" in command] == [at_work]
+    assert [pid for pid, command in cli.processes() if "distflow.supervisor" in command] == [running]
     go.touch()
     cli.await_status(workflow, "COMPLETED")
 
 
-def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
+def test_one_of_four_supervisors_started_at_once_continues(cli: Cli) -> None:
     cli.configure(gpus=2)
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
@@ -89,41 +89,41 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
         assert process.wait(60) == 0
 
 
-def test_two_people_are_not_promised_the_same_cpus(cli: Cli, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_users_do_not_get_the_same_cpus(cli: Cli, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     go = cli.folder / "go"
     cli.configure(cpus=4)
     spec = ONE_GANG.replace("GO", str(go)).replace("gpu: 2", "cpu: 3")
-    mine = cli.submit(cli.spec(spec))
-    cli.await_running(mine)
+    first = cli.submit(cli.spec(spec))
+    cli.await_running(first)
     (tmp_path / "theirs").mkdir()
-    theirs = Cli(tmp_path / "theirs", tmp_path_factory.getbasetemp())
-    theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
-    waiting = theirs.submit(theirs.spec(spec))
-    wait_until(lambda: "1 of 4 CPUs are free and this task needs 3" in theirs.run("workflow", "query", waiting).out, 30)
+    other_cli = Cli(tmp_path / "theirs", tmp_path_factory.getbasetemp())
+    other_cli.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
+    waiting = other_cli.submit(other_cli.spec(spec))
+    wait_until(lambda: "1 of 4 CPUs are free and this task needs 3" in other_cli.run("workflow", "query", waiting).out, 30)
     go.touch()
-    theirs.await_status(waiting, "COMPLETED")
-    cli.await_status(mine, "COMPLETED")
-    wait_until(lambda: not theirs.processes(), 30)
+    other_cli.await_status(waiting, "COMPLETED")
+    cli.await_status(first, "COMPLETED")
+    wait_until(lambda: not other_cli.processes(), 30)
 
 
 @pytest.mark.ssh
-def test_two_people_share_a_pool_without_standing_in_line_for_the_same_node(
+def test_two_users_share_a_pool_without_waiting_for_the_same_node(
     lab: Lab, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     lab.configure(names=("gpu1", "gpu2"))
     spec = ONE_GANG.replace("GO", str(go))
-    mine = cli.submit(cli.spec(spec))
-    cli.await_running(mine)
+    first = cli.submit(cli.spec(spec))
+    cli.await_running(first)
     (tmp_path / "theirs").mkdir()
-    theirs = Cli(tmp_path / "theirs", tmp_path_factory.getbasetemp())
-    theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
-    second, third = theirs.submit(theirs.spec(spec)), theirs.submit(theirs.spec(spec))
-    theirs.await_running(second)
-    nodes = [one.query(name)["groups"][0]["tasks"][0]["node_name"] for one, name in ((cli, mine), (theirs, second))]
+    other_cli = Cli(tmp_path / "theirs", tmp_path_factory.getbasetemp())
+    other_cli.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
+    second, third = other_cli.submit(other_cli.spec(spec)), other_cli.submit(other_cli.spec(spec))
+    other_cli.await_running(second)
+    nodes = [one.query(name)["groups"][0]["tasks"][0]["node_name"] for one, name in ((cli, first), (other_cli, second))]
     assert sorted(nodes) == ["gpu1", "gpu2"]
-    wait_until(lambda: "gpu" in theirs.query(third)["groups"][0]["message"], 30)
+    wait_until(lambda: "gpu" in other_cli.query(third)["groups"][0]["message"], 30)
     go.touch()
-    for one, name in ((cli, mine), (theirs, second), (theirs, third)):
+    for one, name in ((cli, first), (other_cli, second), (other_cli, third)):
         one.await_status(name, "COMPLETED")
-    wait_until(lambda: not theirs.processes(), 30)
+    wait_until(lambda: not other_cli.processes(), 30)

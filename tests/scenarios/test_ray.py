@@ -1,4 +1,4 @@
-"""Gangs on a real Ray cluster: from one of its nodes, and through it over SSH. Faults are real."""
+"""Gangs on a real Ray cluster, from one of its nodes and through a node over SSH. Faults are real."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import sys
 import pytest
 
 from distflow.testing.waiting import wait_until
-from scenarios.cluster import FOREVER, SPIN
+from scenarios.cluster import SPIN, SPIN_ON_BOTH_NODES
 from scenarios.conftest import Cli
 from scenarios.raypool import RayPool
 
-ALL = FOREVER.replace("cpu: 16", "cpu: 8")
+BOTH_NODES = SPIN_ON_BOTH_NODES.replace("cpu: 16", "cpu: 8")
 """A gang that needs both nodes of the cluster, so that another one has to wait."""
-LOST = ("FAILED_BACKEND_ERROR", "FAILED", "FAILED_SERVER_ERROR", "FAILED_CANCELED", "COMPLETED")
+ENDED = ("FAILED_BACKEND_ERROR", "FAILED", "FAILED_SERVER_ERROR", "FAILED_CANCELED", "COMPLETED")
+"""Statuses of an ended workflow. Tests wait for any of them, so that a wrong end fails at once."""
 
 
-def waiting(cli: Cli, text: str) -> str:
-    """A spec whose tasks end with this shell command once the file ``go`` exists."""
+def waiting_spec(cli: Cli, text: str) -> str:
+    """Return a spec whose tasks wait for the file ``go``, and then run a shell command."""
     return SPIN.replace("sleep 600", f"while [ ! -e {cli.folder / 'go'} ]; do sleep 0.2; done; {text}")
 
 
 def test_a_gang_runs_on_two_nodes_with_its_gpus_and_gives_them_back(any_ray_pool: RayPool) -> None:
     cli = any_ray_pool.cli
-    any_ray_pool.configure(ray={"python": sys.executable})  # the other tests fork the program on the cluster
+    # The other tests fork the program on the cluster.
+    any_ray_pool.configure(ray={"python": sys.executable})
     workflow, group = any_ray_pool.start(SPIN)
     nodes = {name: task["node_name"] for name, task in cli.tasks(workflow).items()}
     assert sorted(nodes.values()) == [f"n1@{group}", f"n2@{group}"]
@@ -76,10 +78,10 @@ def test_excluded_nodes_are_avoided(ray_pool: RayPool) -> None:
     ray_pool.cli.run("workflow", "cancel", workflow, "--wait", "60")
 
 
-def test_a_gang_in_the_queue_shows_rays_numbers_and_cancel_leaves_nothing(ray_pool: RayPool) -> None:
+def test_a_waiting_gang_shows_rays_resources_and_cancel_removes_its_placement_group(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
-    first, _ = ray_pool.start(ALL)
-    second = cli.submit(cli.spec(ALL, "second.yaml"))
+    first, _ = ray_pool.start(BOTH_NODES)
+    second = cli.submit(cli.spec(BOTH_NODES, "second.yaml"))
     wait_until(lambda: "NO_RESOURCES" in cli.query(second)["groups"][0]["message"], 60, "the reason is shown")
     assert "2 × 8 CPU; free: n" in cli.query(second)["groups"][0]["message"]
     assert len(ray_pool.cluster.allocations()) == 2
@@ -89,7 +91,7 @@ def test_a_gang_in_the_queue_shows_rays_numbers_and_cancel_leaves_nothing(ray_po
     cli.run("workflow", "cancel", first, "--wait", "60")
 
 
-def test_an_infeasible_gang_ends_by_its_queue_timeout_with_rays_numbers(ray_pool: RayPool) -> None:
+def test_an_infeasible_gang_ends_after_queue_timeout_and_shows_rays_resources(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
     spec = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 20s}\n", 1)
     workflow = cli.submit(cli.spec(spec.replace("gpu: 2, cpu: 1", "gpu: 64")))
@@ -106,7 +108,7 @@ def test_a_killed_rank_stops_the_gang(ray_pool: RayPool) -> None:
     workflow, _ = ray_pool.start(SPIN.replace("sleep 600'", 'echo "pid $$"; exec sleep 600\'', 1))
     pid = int(cli.await_log(workflow, "pid ").split("pid ")[1].split()[0])
     os.kill(pid, signal.SIGKILL)
-    cause = cli.await_status(workflow, "FAILED", *LOST)["groups"][0]["first_cause"]
+    cause = cli.await_status(workflow, "FAILED", *ENDED)["groups"][0]["first_cause"]
     assert (cause["task"], cause["signal"]) == ("master", signal.SIGKILL), cause
 
 
@@ -115,18 +117,18 @@ def test_a_lost_node_is_named(ray_pool: RayPool) -> None:
     workflow, _ = ray_pool.start(SPIN)
     ray_pool.cluster.kill_raylet("n2")
     try:
-        answer = ray_pool.cli.await_status(workflow, *LOST, timeout=90)
+        answer = ray_pool.cli.await_status(workflow, *ENDED, timeout=90)
         assert answer["status"] == "FAILED_BACKEND_ERROR", answer
         assert answer["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
         assert "on n2: its Ray node died" in json.dumps(answer)
-        wait_until(lambda: not ray_pool.cluster.residents(), 60, "its programs have ended with it")
+        wait_until(lambda: not ray_pool.cluster.residents(), 60, "the programs on the lost node have ended")
     finally:
         ray_pool.cluster.kill_node("n2")
         ray_pool.cluster.start_node("n2")
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_actor_takes_its_task_with_it(ray_pool: RayPool) -> None:
+def test_a_killed_actor_ends_its_task_and_the_gang(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
     workflow, group = ray_pool.start(SPIN)
     code = "import ray._private.state as s\n"
@@ -134,7 +136,7 @@ def test_a_killed_actor_takes_its_task_with_it(ray_pool: RayPool) -> None:
         ray_pool.cluster.run(code + f"print([a['Pid'] for a in s.actors().values() if a['Name'].endswith('1@{group}')][0])")
     )
     os.kill(pid, signal.SIGKILL)
-    answer = cli.await_status(workflow, *LOST, timeout=90)
+    answer = cli.await_status(workflow, *ENDED, timeout=90)
     assert answer["status"] == "FAILED_BACKEND_ERROR", answer
     assert "task worker" in json.dumps(answer["groups"][0])
     ray_pool.cluster.await_empty()
@@ -142,7 +144,7 @@ def test_a_killed_actor_takes_its_task_with_it(ray_pool: RayPool) -> None:
     workflow, group = ray_pool.start(SPIN)
     find = f"next(a['name'] for a in ray.util.list_named_actors(all_namespaces=True) if a['name'].endswith('0@{group}'))"
     ray_pool.cluster.run(f"ray.kill(ray.get_actor({find}))")
-    answer = cli.await_status(workflow, *LOST, timeout=90)
+    answer = cli.await_status(workflow, *ENDED, timeout=90)
     assert answer["status"] == "FAILED_CANCELED", answer
     assert "ray.kill" in json.dumps(answer["groups"][0])
 
@@ -151,17 +153,17 @@ def test_a_removed_placement_group_ends_the_gang(ray_pool: RayPool) -> None:
     workflow, group = ray_pool.start(SPIN)
     name = f"next(one['name'] for id, one in ray.util.placement_group_table().items() if id.startswith('{group}'))"
     ray_pool.cluster.run(f"ray.util.remove_placement_group(ray.util.get_placement_group({name}))")
-    answer = ray_pool.cli.await_status(workflow, *LOST, timeout=90)
+    answer = ray_pool.cli.await_status(workflow, *ENDED, timeout=90)
     assert answer["status"] == "FAILED_CANCELED", answer
     assert f"placement group {group} was removed" in json.dumps(answer["groups"][0])
 
 
 @pytest.mark.timeout(400)
-def test_a_restarted_head_is_a_new_cluster(ray_pool: RayPool) -> None:
+def test_a_restarted_head_ends_the_gang_and_runs_later_ones(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
     workflow, _ = ray_pool.start(SPIN)
     ray_pool.cluster.restart_head()
-    answer = cli.await_status(workflow, *LOST, timeout=120)
+    answer = cli.await_status(workflow, *ENDED, timeout=120)
     assert answer["status"] == "FAILED_BACKEND_ERROR", answer
     assert answer["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
     later = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true"), "later.yaml"), "--wait")
@@ -170,12 +172,12 @@ def test_a_restarted_head_is_a_new_cluster(ray_pool: RayPool) -> None:
 
 def test_a_killed_supervisor_loses_nothing(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
-    workflow, group = ray_pool.start(waiting(cli, "echo late"))
-    second = cli.submit(cli.spec(ALL, "second.yaml"))
+    workflow, group = ray_pool.start(waiting_spec(cli, "echo late"))
+    second = cli.submit(cli.spec(BOTH_NODES, "second.yaml"))
     wait_until(lambda: len(ray_pool.cluster.allocations()) == 2, 30, "both have a placement group")
     cli.kill_supervisor()
     (cli.folder / "go").touch()
-    assert cli.await_status(workflow, "COMPLETED", "FAILED", *LOST)["status"] == "COMPLETED"
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", *ENDED)["status"] == "COMPLETED"
     assert ray_pool.group_of(workflow) == group
     assert cli.logs(workflow).count("late") == 2
     cli.await_running(second)
@@ -186,13 +188,13 @@ def test_a_killed_supervisor_loses_nothing(ray_pool: RayPool) -> None:
 @pytest.mark.ssh
 def test_a_killed_program_on_the_cluster_is_started_again(far_ray_pool: RayPool) -> None:
     cli = far_ray_pool.cli
-    workflow, group = far_ray_pool.start(waiting(cli, "echo late"))
+    workflow, group = far_ray_pool.start(waiting_spec(cli, "echo late"))
 
     assert far_ray_pool.cluster.kill_programs() > 0
-    second = cli.submit(cli.spec(ALL, "second.yaml"))
-    wait_until(lambda: "NO_RESOURCES" in cli.query(second)["groups"][0]["message"], 60, "Ray is asked again")
+    second = cli.submit(cli.spec(BOTH_NODES, "second.yaml"))
+    wait_until(lambda: "NO_RESOURCES" in cli.query(second)["groups"][0]["message"], 60, "the program answers again")
     (cli.folder / "go").touch()
-    assert cli.await_status(workflow, "COMPLETED", "FAILED", *LOST)["status"] == "COMPLETED"
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", *ENDED)["status"] == "COMPLETED"
     assert (cli.logs(workflow).count("late"), far_ray_pool.group_of(workflow)) == (2, group)
     cli.await_running(second)
     cli.run("workflow", "cancel", second, "--wait", "60")
@@ -200,14 +202,14 @@ def test_a_killed_program_on_the_cluster_is_started_again(far_ray_pool: RayPool)
 
 def test_a_placement_group_without_a_supervisor_is_removed(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
-    # Longer than a busy machine needs from the placement group to the start of the tasks.
+    # Longer than a busy machine needs to start the tasks after the placement group was created.
     ray_pool.configure(ray={"idle_release": "20s"})
-    workflow, _ = ray_pool.start(waiting(cli, "echo late"))
+    workflow, _ = ray_pool.start(waiting_spec(cli, "echo late"))
     cli.kill_supervisor()
     (cli.folder / "go").touch()
     ray_pool.cluster.await_empty(90)
-    # The next command starts a supervisor, which finds the ends and the output on the login node.
-    assert cli.await_status(workflow, "COMPLETED", "FAILED", *LOST)["status"] == "COMPLETED"
+    # The next command starts a supervisor, which finds the exit codes and the output on the login node.
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", *ENDED)["status"] == "COMPLETED"
     assert cli.logs(workflow).count("late") == 2
 
 
@@ -217,20 +219,20 @@ def test_reap_removes_placement_groups_of_ended_workflows_and_names_those_of_oth
     assert done.code == 0, done.err
     uuid = cli.query("spin-1")["uuid"]
 
-    def created(marker: str) -> str:
+    def create_placement_group(marker: str) -> str:
         code = f"print(ray.util.placement_group([{{'CPU': 1}}], name={marker!r}, lifetime='detached').id.hex()[:12])"
         return ray_pool.cluster.run(code).strip()
 
-    ours, foreign = created(f"distflow:{uuid}/train/0"), created(f"distflow:{'a' * 32}/train/0")
+    ours, foreign = create_placement_group(f"distflow:{uuid}/train/0"), create_placement_group(f"distflow:{'a' * 32}/train/0")
     assert "would stop" in cli.run("node", "reap", "--dry-run").out
     shown = cli.run("node", "reap").out
     assert f"placement group {ours}" in shown
     assert f"placement group {foreign}" in shown
-    wait_until(lambda: ray_pool.cluster.allocations() == [foreign], 30, "only that of another submitter is left")
+    wait_until(lambda: ray_pool.cluster.allocations() == [foreign], 30, "only the foreign placement group is left")
     ray_pool.cluster.ask("release", ids=[foreign])
 
 
-def test_pool_check_names_nodes_and_what_is_missing(ray_pool: RayPool) -> None:
+def test_pool_check_reports_resources_and_wrong_settings(ray_pool: RayPool) -> None:
     done = ray_pool.cli.run("pool", "check")
     assert done.code == 0, done.out + done.err
     assert "2 nodes with 16 CPUs, 4 GPUs" in done.out
@@ -250,11 +252,11 @@ def test_pool_check_names_nodes_and_what_is_missing(ray_pool: RayPool) -> None:
 @pytest.mark.ssh
 def test_a_restarted_login_node_loses_nothing(far_ray_pool: RayPool) -> None:
     cli = far_ray_pool.cli
-    workflow, group = far_ray_pool.start(waiting(cli, "echo late"))
+    workflow, group = far_ray_pool.start(waiting_spec(cli, "echo late"))
     assert far_ray_pool.login is not None
     far_ray_pool.login.restart()
-    wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reached again")
+    wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reachable again")
     (cli.folder / "go").touch()
-    assert cli.await_status(workflow, "COMPLETED", "FAILED", *LOST)["status"] == "COMPLETED"
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", *ENDED)["status"] == "COMPLETED"
     assert (cli.logs(workflow).count("late"), far_ray_pool.group_of(workflow)) == (2, group)
     assert far_ray_pool.login.connections() <= 4

@@ -1,4 +1,7 @@
-"""Restarting what did not complete: completed groups are kept, with what they wrote, on this machine and over SSH."""
+"""Restarts of failed workflows, which keep completed groups and their outputs, on this machine and over SSH.
+
+A later workflow can read the same outputs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ workflow:
 """
 
 
-def spec(cli: Cli) -> str:
+def write_spec(cli: Cli) -> str:
     return cli.spec(SPEC.replace("GO", f"{cli.folder}/go"))
 
 
@@ -36,11 +39,11 @@ def spec(cli: Cli) -> str:
 def test_only_incomplete_groups_run_again(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if backend == "ssh":
         request.getfixturevalue("lab")
-    assert cli.run("workflow", "submit", spec(cli), "--priority", "high", "--wait").code == 1
+    assert cli.run("workflow", "submit", write_spec(cli), "--priority", "high", "--wait").code == 1
     (cli.folder / "go").touch()
-    (cli.folder / "stages-1").touch()  # a file of the same name does not matter
+    (cli.folder / "stages-1").touch()  # a file with the name of the workflow does not matter
     done = cli.run("workflow", "restart", "stages-1", "--wait")
-    assert done.code == 1, done.err  # `rate` wants another file
+    assert done.code == 1, done.err  # `rate` needs the file go2, too
     assert "prepared" not in done.out
     tasks = cli.tasks("stages-2")
     assert {name: task["status"] for name, task in tasks.items()} == {
@@ -69,9 +72,9 @@ def test_only_incomplete_groups_run_again(backend: str, cli: Cli, request: pytes
 def test_impossible_restarts_are_reported(cli: Cli) -> None:
     (cli.folder / "go").touch()
     (cli.folder / "go2").touch()
-    assert cli.run("workflow", "submit", spec(cli), "--wait").code == 0
+    assert cli.run("workflow", "submit", write_spec(cli), "--wait").code == 0
     running = cli.submit(cli.spec("workflow: {name: long, tasks: [{name: a, command: [sleep, '600']}]}", "long.yaml"))
-    for ident, words in (
+    for ident, message in (
         (
             "stages-1",
             (
@@ -85,16 +88,16 @@ def test_impossible_restarts_are_reported(cli: Cli) -> None:
     ):
         done = cli.run("workflow", "restart", ident)
         assert (done.code, done.out) == (2, "")
-        assert words in done.err
+        assert message in done.err
     assert cli.run("workflow", "cancel", running, "--wait", "60").code == 0
-    again = cli.run("workflow", "restart", running, "-t", "json")
-    assert again.code == 0, again.err
-    assert json.loads(again.out)["parent_name"] == "long-1"
+    restarted = cli.run("workflow", "restart", running, "-t", "json")
+    assert restarted.code == 0, restarted.err
+    assert json.loads(restarted.out)["parent_name"] == "long-1"
     assert cli.run("workflow", "cancel", "long-2", "--wait", "60").code == 0
 
 
-def test_outputs_that_are_gone_are_named_and_nothing_is_submitted(lab: Lab, cli: Cli) -> None:
-    assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
+def test_restart_reports_missing_outputs_and_submits_nothing(lab: Lab, cli: Cli) -> None:
+    assert cli.run("workflow", "submit", write_spec(cli), "--wait").code == 1
     node = cli.tasks("stages-1")["prepare"]["node_name"]
     shutil.rmtree(cli.folder / node / "distflow-node" / cli.query("stages-1")["uuid"])
     done = cli.run("workflow", "restart", "stages-1")
@@ -106,7 +109,7 @@ def test_outputs_that_are_gone_are_named_and_nothing_is_submitted(lab: Lab, cli:
     assert done.code == 3
     assert f"{node}: the output of prepare of stages-1 cannot be fetched: " in done.err
     assert cli.run("workflow", "query", "stages-2").code == 2
-    # All of it can still be run again.
+    # The whole workflow can still be submitted again.
     lab.servers[node].start()
     (cli.folder / "go").touch()
     (cli.folder / "go2").touch()
@@ -134,7 +137,7 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     assert missing.code == 2
     assert "later.yaml:8: error: there is no workflow `stages-1`" in missing.err
     # An earlier workflow may have failed: the outputs of its tasks still exist.
-    assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
+    assert cli.run("workflow", "submit", write_spec(cli), "--wait").code == 1
     assert (
         "output of prepare in stages-1 (only nothing) → <ATTEMPT_DIR>/input/0"
         in cli.run("workflow", "submit", later, "--dry-run").out
@@ -144,12 +147,12 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     lines = [line.removeprefix("[use] ") for line in done.out.splitlines() if line.startswith("[use] ")]
     assert lines[0].isdigit()
     assert lines[1:] == ["0"]
-    for name, words in (
+    for name, message in (
         ("stages-1:missing", "stages-1 has no task `missing`"),
         ("stages-1:rate", "rate of stages-1 has not run, so it has no output"),
         ("stages:x", "`stages:x` does not name a task"),
     ):
         refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))
         assert refused.code == 2
-        assert words in refused.err
+        assert message in refused.err
     assert cli.run("workflow", "submit", "later-1", "--wait").code == 0

@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of an epoch, and the weights in the end are those of a run that nothing happened to."""
+"""A rank is killed in the middle of an epoch, and the final weights are equal to those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distflow.layout.strategy.model import parse_strategy
 from distflow.testing.waiting import wait_until
 from preloaded import TRANSFORMERS, start_preloaded
 from scenarios.conftest import Cli
-from scenarios.lab import checkout, json_lines
+from scenarios.lab import copy_specs, json_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HYBRID = {"kind": "hybrid", "tp_size": 2}
@@ -24,10 +24,10 @@ HYBRID = {"kind": "hybrid", "tp_size": 2}
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
 
-def undisturbed(
+def run_undisturbed(
     folder: Path, script: str, arguments: list[str], strategy: dict[str, Any], ranks: int, temporary: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What the script prints outside of distflow."""
+    """Run a script to its end, without a workflow, and return the JSON lines that it prints."""
     folder.mkdir()
     parsed, _ = parse_strategy(strategy, (ranks,))
     assert parsed is not None
@@ -45,7 +45,7 @@ def undisturbed(
 def run_preloaded(
     folder: Path, arguments: list[str], environment: dict[str, str], temporary: pytest.TempPathFactory
 ) -> str:  # fmt: skip
-    """Run Python in a folder to its end, and return what it prints."""
+    """Run a Python forked from one that has imported torch, in a folder, to its end. Return its output."""
     output = folder / "output"
     with output.open("wb") as file, open(os.devnull) as stdin:
         process = start_preloaded(
@@ -56,34 +56,37 @@ def run_preloaded(
 
 
 def kill_the_last_rank(cli: Cli, workflow: str, ranks: int) -> None:
-    """Kill it between two checkpoints, which are made at every third step, and wait for the end of the workflow."""
+    """Kill the last rank between two checkpoints, which are saved at every third step. Wait for the end of the workflow.
+
+    All ranks must have continued from the last checkpoint.
+    """
     wait_until(lambda: any(one.get("step", 0) >= 4 and "loss" in one for one in json_lines(cli.logs(workflow))), 120)
     (victim,) = {one["pid"] for one in json_lines(cli.logs(workflow)) if one.get("begins") and one["rank"] == ranks - 1}
     os.kill(victim, signal.SIGKILL)
     cli.await_status(workflow, "COMPLETED", "FAILED", timeout=240)
     assert cli.tasks(workflow)["worker"]["retry_id"] == 1
     assert "worker retry-1" in cli.run("workflow", "events", workflow).out
-    begun = {(one["rank"], one["step"]) for one in json_lines(cli.logs(workflow)) if one.get("begins")}
-    again = {step for _, step in begun} - {0}
-    assert len(again) == 1, "every rank continued from the same step"
-    assert again.pop() % 3 == 0
-    assert len(begun) == 2 * ranks
+    starts = {(one["rank"], one["step"]) for one in json_lines(cli.logs(workflow)) if one.get("begins")}
+    resumed_at = {step for _, step in starts} - {0}
+    assert len(resumed_at) == 1, "every rank continued from the same step"
+    assert resumed_at.pop() % 3 == 0
+    assert len(starts) == 2 * ranks
 
 
-def test_a_killed_rank_changes_nothing_in_the_end(
+def test_a_run_with_a_killed_rank_ends_with_the_same_weights(
     cli: Cli, forking_site: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    spec = checkout(cli, REPOSITORY) / "resume.yaml"
+    spec = copy_specs(cli, REPOSITORY) / "resume.yaml"
     cli.configure(environment={"PYTHONPATH": forking_site})
     workflow = cli.submit(str(spec), "--set", "epochs=3", "pause=0.4", f"store=file://{cli.folder}/store")
     kill_the_last_rank(cli, workflow, 2)
-    alone = undisturbed(cli.folder / "alone", "resume.py", ["--epochs", "3"], {"kind": "ddp"}, 2, tmp_path_factory)
-    digests = [one["weights"] for one in [*alone, *json_lines(cli.logs(workflow))] if "weights" in one]
+    undisturbed = run_undisturbed(cli.folder / "alone", "resume.py", ["--epochs", "3"], {"kind": "ddp"}, 2, tmp_path_factory)
+    digests = [one["weights"] for one in [*undisturbed, *json_lines(cli.logs(workflow))] if "weights" in one]
     assert len(digests) == 2
     assert len(set(digests)) == 1
 
 
-BASE = """
+MAKE_BASE_MODEL = """
 import sys, torch, transformers
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
@@ -94,21 +97,21 @@ transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_siz
 """
 
 
-def test_a_fine_tune_whose_rank_is_killed_ends_with_the_same_files(
+def test_a_fine_tune_with_a_killed_rank_ends_with_the_same_model(
     cli: Cli, forking_site: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     base = cli.folder / "base"
     monkeypatch.setenv("PRELOAD", TRANSFORMERS)
-    run_preloaded(cli.folder, ["-c", BASE, str(base)], dict(os.environ), tmp_path_factory)
+    run_preloaded(cli.folder, ["-c", MAKE_BASE_MODEL, str(base)], dict(os.environ), tmp_path_factory)
     assert len(list(base.glob("*.safetensors"))) > 1
-    spec = checkout(cli, REPOSITORY) / "fine_tune.yaml"
+    spec = copy_specs(cli, REPOSITORY) / "fine_tune.yaml"
     cli.configure(environment={"PYTHONPATH": forking_site, "PRELOAD": TRANSFORMERS})
     values = [f"base=file://{base}", "epochs=2", "pause=0.4", f"store=file://{cli.folder}/store"]
     workflow = cli.submit(str(spec), "--set", *values)
     kill_the_last_rank(cli, workflow, 4)
     arguments = ["--base", str(base), "--output", str(cli.folder / "alone" / "model"), "--epochs", "2"]
-    undisturbed(cli.folder / "alone", "fine_tune.py", arguments, HYBRID, 4, tmp_path_factory)
+    run_undisturbed(cli.folder / "alone", "fine_tune.py", arguments, HYBRID, 4, tmp_path_factory)
     assert cli.run("workflow", "fetch", workflow, "--to", str(cli.folder / "fetched")).code == 0
     digests = {
         hashlib.sha256(path.read_bytes()).hexdigest()

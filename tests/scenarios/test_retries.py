@@ -1,4 +1,4 @@
-"""Gangs that are tried again, run to their end with real processes, on this machine and on hosts behind sshd."""
+"""Gangs that are retried: real processes on this machine and on SSH hosts."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ workflow:
         [ "$DISTFLOW_RETRY_ID" -ge 2 ] || exit 75
       exitActions: {RESCHEDULE: "75"}
 """
-"""The worker fails once the master is up: a master whose peer fails before its start never runs, and has no exit code."""
+"""The worker fails once the master runs. If it failed earlier, the master would never run, and would have no exit code."""
 
 
 def flaky(cli: Cli, backoff: str) -> str:
     return cli.spec(FLAKY.replace("BACKOFF", backoff).replace("UP", str(cli.folder / "up")))
 
 
-JUMPING = """
+CLOCK_SET_BACK = """
 import os, time
 real = time.time
-time.time = lambda: real() - (3600.0 if os.path.exists({jumped!r}) else 0.0)
+time.time = lambda: real() - (3600.0 if os.path.exists({set_back!r}) else 0.0)
 """
 
 
-def test_a_clock_that_is_set_back_during_the_rest_before_a_retry_makes_it_no_longer(cli: Cli) -> None:
-    jumped = cli.folder / "jumped"
-    (cli.folder / "sitecustomize.py").write_text(JUMPING.format(jumped=str(jumped)))
+def test_a_clock_that_is_set_back_does_not_lengthen_the_backoff(cli: Cli) -> None:
+    set_back = cli.folder / "jumped"
+    (cli.folder / "sitecustomize.py").write_text(CLOCK_SET_BACK.format(set_back=str(set_back)))
     cli.environment["PYTHONPATH"] = str(cli.folder)
     workflow = cli.submit(flaky(cli, "4s"))
     wait_until(lambda: "RESCHEDULED" in cli.run("workflow", "events", workflow).out, 60)
-    jumped.touch()
+    set_back.touch()
     cli.await_status(workflow, "COMPLETED")
 
 
 @pytest.mark.parametrize("backend", ["local", "ssh"])
-def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+def test_a_gang_is_retried_until_it_completes(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if backend == "ssh":
         request.getfixturevalue("lab")
     done = cli.run("workflow", "submit", flaky(cli, "100ms"), "--wait", timeout=180)
@@ -96,7 +96,7 @@ def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, reques
     wait_until(lambda: not cli.processes(), 60)
 
 
-def test_a_supervisor_that_is_killed_while_a_gang_rests_begins_the_next_attempt_once(cli: Cli) -> None:
+def test_the_next_attempt_starts_once_if_the_supervisor_is_killed_during_the_backoff(cli: Cli) -> None:
     ident = cli.submit(flaky(cli, "2s"))
     wait_until(lambda: cli.tasks(ident)["worker"]["retry_id"] == 1, 60)
     cli.kill_supervisor()
@@ -105,7 +105,7 @@ def test_a_supervisor_that_is_killed_while_a_gang_rests_begins_the_next_attempt_
     assert logs == "[worker] attempt 0\n[worker retry-1] attempt 1\n[worker retry-2] attempt 2\n"
 
 
-def test_a_killed_rank_is_code_137_and_an_expected_exit_code_completes(cli: Cli) -> None:
+def test_exit_actions_apply_to_exit_codes_and_signals(cli: Cli) -> None:
     spec = """
 workflow:
   name: codes
@@ -131,7 +131,7 @@ workflow:
 
 
 @pytest.mark.usefixtures("lab")
-def test_inputs_are_there_again_in_the_next_attempt(cli: Cli) -> None:
+def test_the_next_attempt_gets_its_inputs_again(cli: Cli) -> None:
     spec = """
 workflow:
   name: again
@@ -166,8 +166,8 @@ workflow:
     cli.await_status(ident, "COMPLETED")
     assert cli.tasks(ident)["one"]["node_name"] != first
     lab.servers[first].start()
-    lab.await_stray_end(ident, "one")
-    lab.await_nothing_left()
+    lab.await_abandoned_attempt_end(ident, "one")
+    lab.await_no_processes()
 
 
 ELASTIC = """
@@ -215,6 +215,6 @@ def test_an_elastic_gang_continues_without_a_lost_host(lab: Lab) -> None:
         assert cli.logs(ident, "--task", task, "--retry-id", "1").strip().endswith(expected)
     assert "of 3, 6 ranks, 6 in all" in cli.logs(ident, "--task", "master", "--retry-id", "0")
     lab.servers[lost].thaw()
-    lab.await_stray_end(ident, "worker-1")
+    lab.await_abandoned_attempt_end(ident, "worker-1")
     go.touch()
     cli.await_status(ident, "COMPLETED")

@@ -1,4 +1,4 @@
-"""Files that are copied to a running task in the background."""
+"""`workflow rsync upload --daemon`: changed files are copied to a running task in the background."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ workflow:
 QUICK = ("--poll-interval", "0.1", "--debounce-delay", "0.2")
 
 
-def spec(cli: Cli) -> str:
+def write_spec(cli: Cli) -> str:
     return cli.spec(SPEC.replace("GO", str(cli.folder / "go")))
 
 
-def go(cli: Cli) -> None:
+def end_tasks(cli: Cli) -> None:
     (cli.folder / "go").touch()
 
 
-def tree(cli: Cli) -> Path:
+def make_source(cli: Cli) -> Path:
     made = cli.folder / "src"
     made.mkdir()
     (made / "train.py").write_text("first")
     return made
 
 
-def work_of(cli: Cli, task: str, attempt: int = 0) -> Path:
+def work_directory(cli: Cli, task: str, attempt: int = 0) -> Path:
     return next(iter(cli.folder.glob(f"**/both/{task}/{attempt}/work")))
 
 
-def status(cli: Cli) -> list[dict[str, Any]]:
+def list_copies(cli: Cli) -> list[dict[str, Any]]:
     done = cli.run("workflow", "rsync", "status", "-t", "json")
     assert done.code == 0, done.err
     daemons: list[dict[str, Any]] = json.loads(done.out)["daemons"]
@@ -61,53 +61,55 @@ def await_text(path: Path, text: str) -> None:
     wait_until(lambda: path.exists() and path.read_text() == text, 60, f"{text!r} in {path}")
 
 
-def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
-    src = tree(place)
-    workflow = place.submit(spec(place))
-    place.await_log(workflow, "up")
-    done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
+def test_changing_files_are_copied_until_the_task_has_ended(any_cli: Cli) -> None:
+    src = make_source(any_cli)
+    workflow = any_cli.submit(write_spec(any_cli))
+    any_cli.await_log(workflow, "up")
+    done = any_cli.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
     assert (done.code, done.out) == (0, ""), done.err
-    assert f"{src} is copied to main until the task's group has ended. Log: {place.state}/rsync/" in done.err
-    there = work_of(place, "main") / "src"
-    await_text(there / "train.py", "first")
+    assert f"{src} is copied to main until the task's group has ended. Log: {any_cli.state}/rsync/" in done.err
+    remote = work_directory(any_cli, "main") / "src"
+    await_text(remote / "train.py", "first")
     (src / "train.py").write_text("second")
-    await_text(there / "train.py", "second")
+    await_text(remote / "train.py", "second")
     (src / "more").mkdir()
     (src / "more" / "file").write_text("new")
-    await_text(there / "more" / "file", "new")
-    # One for each task; another task has its own.
-    done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
+    await_text(remote / "more" / "file", "new")
+    # A task has at most one background copy. Another task can have its own.
+    done = any_cli.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
     assert done.code == 2
     message, hint = f"a background copy to `{workflow}/main` is already running", "stop it first: distflow workflow rsync stop"
     assert f"{message}\n{hint} {workflow} --task main\n" in done.err
-    assert place.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
-    await_text(work_of(place, "helper") / "own" / "train.py", "second")
-    wait_until(lambda: sum(one["last_synced"] is not None for one in status(place)) == 2, 60)
-    helper, main = status(place)
+    assert any_cli.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
+    await_text(work_directory(any_cli, "helper") / "own" / "train.py", "second")
+    wait_until(lambda: sum(one["last_synced"] is not None for one in list_copies(any_cli)) == 2, 60)
+    helper, main = list_copies(any_cli)
     assert (helper["task_name"], helper["status"], helper["local_path"], helper["remote_path"]) == (
         "helper", "RUNNING", f"{src}/", "own",
     )  # fmt: skip
     assert (main["workflow_id"], main["task_name"], main["status"], main["error"]) == (workflow, "main", "RUNNING", None)
     os.kill(main["pid"], 0)
-    assert {path.stat().st_mode & 0o777 for path in (place.state / "rsync").iterdir()} == {0o600}
-    # One is stopped; what it copied stays, and nothing more comes.
-    done = place.run("workflow", "rsync", "stop", "-", "--task", "helper")
+    assert {path.stat().st_mode & 0o777 for path in (any_cli.state / "rsync").iterdir()} == {0o600}
+    # A copy that is stopped leaves its files in any_cli, and copies no later changes.
+    done = any_cli.run("workflow", "rsync", "stop", "-", "--task", "helper")
     assert (done.code, done.out) == (0, f"{workflow} helper: stopped\n"), done.err
-    done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
+    done = any_cli.run("workflow", "rsync", "stop", workflow, "--task", "helper")
     assert (done.code, done.out) == (2, "")
     assert f"no background copy to helper of {workflow} is running" in done.err
     (src / "train.py").write_text("third")
-    await_text(there / "train.py", "third")
-    assert (work_of(place, "helper") / "own" / "train.py").read_text() == "second"
-    # The other ends with its task, and says so.
-    go(place)
-    place.await_status(workflow, "COMPLETED")
-    wait_until(lambda: [one["status"] for one in status(place)] == ["STOPPED", "STOPPED"], 30)
-    log = Path(status(place)[1]["log_file"])
-    said = log.with_suffix(".log.1").read_text() + log.read_text() if log.with_suffix(".log.1").exists() else log.read_text()
-    assert "train.py" in said
-    assert said.endswith("exiting: main has ended: COMPLETED\n")
-    done = place.run("workflow", "rsync", "status")
+    await_text(remote / "train.py", "third")
+    assert (work_directory(any_cli, "helper") / "own" / "train.py").read_text() == "second"
+    # The other copy ends with its task, and logs the reason.
+    end_tasks(any_cli)
+    any_cli.await_status(workflow, "COMPLETED")
+    wait_until(lambda: [one["status"] for one in list_copies(any_cli)] == ["STOPPED", "STOPPED"], 30)
+    log = Path(list_copies(any_cli)[1]["log_file"])
+    log_text = (
+        log.with_suffix(".log.1").read_text() + log.read_text() if log.with_suffix(".log.1").exists() else log.read_text()
+    )
+    assert "train.py" in log_text
+    assert log_text.endswith("exiting: main has ended: COMPLETED\n")
+    done = any_cli.run("workflow", "rsync", "status")
     assert done.out.splitlines()[0].split("  ")[0] == "Workflow ID"
     assert done.out.count("STOPPED") == 2
 
@@ -122,8 +124,8 @@ workflow:
 """
 
 
-def test_submit_copies_from_when_the_lead_runs_also_to_its_next_attempt(cli: Cli) -> None:
-    src = tree(cli)
+def test_submit_with_rsync_copies_to_the_lead_and_to_its_next_attempt(cli: Cli) -> None:
+    src = make_source(cli)
     path = cli.spec(RETRIED.replace("GO", str(cli.folder / "go")))
     done = cli.run("workflow", "submit", path, "--rsync", "nothing:src")
     assert (done.code, done.out) == (2, "")
@@ -133,39 +135,39 @@ def test_submit_copies_from_when_the_lead_runs_also_to_its_next_attempt(cli: Cli
     assert done.code == 0, done.err
     assert f"{src}/ is copied to main until the task's group has ended" in done.err
     assert cli.tasks("copy-1")["main"]["retry_id"] == 1
-    assert status(cli)[0]["remote_path"] == "../work/given"
+    assert list_copies(cli)[0]["remote_path"] == "../work/given"
 
 
-def test_a_failure_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
-    src = tree(cli)
-    workflow = cli.submit(spec(cli))
+def test_a_failed_copy_is_reported_and_retried(cli: Cli) -> None:
+    src = make_source(cli)
+    workflow = cli.submit(write_spec(cli))
     cli.await_log(workflow, "up")
-    for words, said in (
+    for options, message in (
         (("--poll-interval", "2"), "--poll-interval needs --daemon"),
         (("--daemon", "--poll-interval", "0"), "0.1"),
     ):
-        done = cli.run("workflow", "rsync", "upload", workflow, "src:.", *words)
+        done = cli.run("workflow", "rsync", "upload", workflow, "src:.", *options)
         assert done.code == 2
-        assert said in done.err
-    blocked = work_of(cli, "main") / "there"
+        assert message in done.err
+    blocked = work_directory(cli, "main") / "there"
     blocked.write_text("a file where a directory is to be")
     arguments = ("src/:there", "--daemon", *QUICK, "--reconcile-interval", "1")
     assert cli.run("workflow", "rsync", "upload", workflow, *arguments).code == 0
-    one = wait_until(lambda: next((one for one in status(cli) if one["error"]), None), 60)
+    one = wait_until(lambda: next((one for one in list_copies(cli) if one["error"]), None), 60)
     assert one["error"].startswith("rsync ended with code ")
     assert (one["status"], one["last_synced"]) == ("RUNNING", None)
     assert "the last copy failed: rsync ended with code" in cli.run("workflow", "rsync", "status").out
     blocked.unlink()
     await_text(blocked / "train.py", "first")
-    wait_until(lambda: status(cli)[0]["error"] is None, 60)
-    # A killed process is no longer running, and another may begin.
+    wait_until(lambda: list_copies(cli)[0]["error"] is None, 60)
+    # A copy whose process was killed is shown as stopped, and can be started again.
     os.kill(one["pid"], signal.SIGKILL)
-    wait_until(lambda: status(cli)[0]["status"] == "STOPPED", 30)
+    wait_until(lambda: list_copies(cli)[0]["status"] == "STOPPED", 30)
     assert cli.run("workflow", "rsync", "upload", workflow, *arguments).code == 0
     (src / "train.py").write_text("second")
     await_text(blocked / "train.py", "second")
     done = cli.run("workflow", "rsync", "stop", "-t", "json")
     assert [(one["task_name"], one["status"]) for one in json.loads(done.out)["daemons"]] == [("main", "STOPPED")]
     assert cli.run("workflow", "rsync", "stop").out == "No background copy is running.\n"
-    go(cli)
+    end_tasks(cli)
     cli.await_status(workflow, "COMPLETED")

@@ -54,13 +54,13 @@ def test_a_script_trains_on_two_hosts_and_its_model_arrives(lab: Lab, project: P
     assert {task["node_name"] for task in lab.cli.tasks("train-1").values()} == {"gpu1", "gpu2"}
 
 
-def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: Path) -> None:
+def test_a_command_gets_the_project_and_its_results_are_fetched(cli: Cli, project: Path) -> None:
     (project / "kept.txt").write_text("kept")
     for folder in ("data", "outputs", "found", "env", ".venv"):
         (project / folder).mkdir()
         (project / folder / "pyvenv.cfg").touch()
     (project / ".gitignore").write_text("data/\n")
-    look = [
+    command = [
         "sh",
         "-c",
         'find . -type f | sort; echo "$1" > outputs/a; echo b > "$DISTFLOW_OUTPUT/b"; exit 3',
@@ -68,7 +68,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         "--set",
         "a=1",
     ]
-    done = cli.run("run", "--name", "look", "--to", "found", "--", *look, cwd=project)
+    done = cli.run("run", "--name", "look", "--to", "found", "--", *command, cwd=project)
     assert done.code == 1
     assert done.out.splitlines() == ["look-1", "[node-0] ./.gitignore", "[node-0] ./kept.txt"]
     assert "fetched 2 files, 8 B, to found" in done.err
@@ -77,14 +77,14 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         "b": "b\n",
     }
 
-    # The printed spec is the one that runs, and results are not sent again.
-    spec = cli.run("run", "--print-spec", "--name", "look", "--", *look, cwd=project).out
+    # The printed spec gives the same output: results of the first run are not sent to the task.
+    spec = cli.run("run", "--print-spec", "--name", "look", "--", *command, cwd=project).out
     (cli.folder / "look.yaml").write_text(spec.replace("localpath: .", "localpath: project"))
-    again = cli.run("workflow", "submit", "../look.yaml", "--wait", cwd=project)
-    assert (again.code, again.out.splitlines()[1:]) == (1, done.out.splitlines()[1:])
-    assert cli.run("run", "--dry-run", "--", *look, cwd=project).out.startswith("workflow sh")
+    resubmitted = cli.run("workflow", "submit", "../look.yaml", "--wait", cwd=project)
+    assert (resubmitted.code, resubmitted.out.splitlines()[1:]) == (1, done.out.splitlines()[1:])
+    assert cli.run("run", "--dry-run", "--", *command, cwd=project).out.startswith("workflow sh")
 
-    # Directories with results are not sent. The next run keeps them apart from its own.
+    # Directories with results are not sent. The next run into the same directory moves earlier results to `earlier-runs`.
     twice = cli.run("run", "--name", "twice", "--to", "found", "--", "sh", "-c", "ls -A; echo c > outputs/c", cwd=project)
     assert twice.out.splitlines()[1:] == ["[node-0] .gitignore", "[node-0] kept.txt", "[node-0] outputs"]
     assert "Not sent, because they hold results: found\n" in twice.err
@@ -96,7 +96,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     assert (project / "new/earlier-runs/first-1/first").read_text() == "first\n"
     assert sorted(path.name for path in (project / "new").iterdir()) == [".distflow-results", "earlier-runs", "second"]
 
-    # A script for Slurm runs with its own preparations.
+    # A script for Slurm runs with the commands before its `srun`.
     (project / "job.sh").write_text("#SBATCH -J slurmy --time=10\nsource prepare.sh\nsrun ./show.sh\n")
     (project / "prepare.sh").write_text("export PREPARED=yes\n")
     (project / "show.sh").write_text("#!/bin/sh\necho prepared: $PREPARED\n")

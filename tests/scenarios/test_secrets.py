@@ -1,4 +1,4 @@
-"""Canaries: secrets that a task gets, and prints, are found nowhere but where they must be."""
+"""Canaries are secrets that a task gets and prints. They must appear only in the files that need them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ workflow:
 """
 
 
-def keep(cli: Cli, name: str, value: str, *, key: str, kind: str = "GENERIC") -> None:
+def set_credential(cli: Cli, name: str, value: str, *, key: str, kind: str = "GENERIC") -> None:
     """Set a credential from standard input."""
     command = [sys.executable, "-m", "distflow", "credential", "set", name, "--type", kind, "--payload-file", f"{key}=-"]
     subprocess.run(command, input=value, text=True, check=True, env=cli.environment, cwd=cli.folder, capture_output=True)
@@ -64,8 +64,8 @@ def has_canary(data: bytes) -> bool:
     return any(canary in data for canary in CANARIES)
 
 
-def holders(folders: Iterable[Path]) -> set[Path]:
-    """Files that hold a canary; files may come and go meanwhile."""
+def files_with_canary(folders: Iterable[Path]) -> set[Path]:
+    """Return the files that contain a canary. Meanwhile, files may be created and removed."""
     found = set()
     for folder in folders:
         for directory, _, names in os.walk(folder):
@@ -79,8 +79,8 @@ def holders(folders: Iterable[Path]) -> set[Path]:
     return found
 
 
-def in_arguments() -> list[str]:
-    """Processes of this machine whose arguments hold a canary."""
+def processes_with_canary() -> list[str]:
+    """Return the processes of this machine whose arguments contain a canary."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -93,13 +93,13 @@ def in_arguments() -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_canaries_are_found_nowhere(cli: Cli, where: str, request: pytest.FixtureRequest) -> None:
+def test_canaries_are_only_in_private_files_and_masked_in_output(cli: Cli, where: str, request: pytest.FixtureRequest) -> None:
     if where == "lab":
         lab: Lab = request.getfixturevalue("lab")
         lab.configure(names=("gpu1",))
-    keep(cli, "wandb", ENV, key="api_key")
-    keep(cli, "deploy", f"{FILE}\n{LINE}\n", key="key")
-    keep(cli, "images", AUTH, key="auth", kind="REGISTRY")
+    set_credential(cli, "wandb", ENV, key="api_key")
+    set_credential(cli, "deploy", f"{FILE}\n{LINE}\n", key="key")
+    set_credential(cli, "images", AUTH, key="auth", kind="REGISTRY")
     go = cli.folder / "GO"
     spec = cli.spec(SPEC.replace("GO", str(go)))
     dry = [cli.run("workflow", "submit", spec, "--set-env", f"SET={SET}", "--dry-run", *more) for more in ((), ("-t", "json"))]
@@ -107,15 +107,15 @@ def test_canaries_are_found_nowhere(cli: Cli, where: str, request: pytest.Fixtur
     workflow = cli.submit(spec, "--set-env", f"SET={SET}")
     cli.await_log(workflow, "ready")
 
-    # While it runs: the files of the credentials, of mode 0600, and nothing else on disk; no arguments.
-    kept = holders([cli.folder])
+    # While the task runs, canaries are in private files of credentials and secrets, in no other file and in no arguments.
+    kept = files_with_canary([cli.folder])
     uuid = cli.query(workflow)["uuid"]
     names = {str(path.relative_to(cli.state)) for path in kept}
     assert names == {"credentials/wandb.json", "credentials/deploy.json", "credentials/images.json", f"secrets/{uuid}.json"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
     assert {stat.S_IMODE(path.parent.stat().st_mode) for path in kept} == {0o700}
-    assert not in_arguments()
-    # The task had all of it.
+    assert not processes_with_canary()
+    # The task got all secrets. Its log masks them.
     log = cli.logs(workflow)
     assert log == "[talker] keys: ******** ********; ********\n[talker] private\n[talker] ready\n", log
 
@@ -125,21 +125,21 @@ def test_canaries_are_found_nowhere(cli: Cli, where: str, request: pytest.Fixtur
     assert task["exit_code"] == 3
     assert "failed with ********" in json.dumps(ended)
     wait_until(lambda: not (cli.state / "secrets" / f"{uuid}.json").exists(), 30)
-    assert {path.parent.name for path in holders([cli.folder])} == {"credentials"}
-    assert not holders([Path(f"/dev/shm/distflow-{os.getuid()}")])
-    said = [
+    assert {path.parent.name for path in files_with_canary([cli.folder])} == {"credentials"}
+    assert not files_with_canary([Path(f"/dev/shm/distflow-{os.getuid()}")])
+    results = [
         *dry, *(cli.run("workflow", verb, workflow) for verb in ("query", "logs", "events", "spec")),
         cli.run("workflow", "query", workflow, "-v", "-t", "json"), cli.run("workflow", "events", workflow, "-t", "talker"),
         cli.run("workflow", "list", "-t", "json"), cli.run("task", "list", "-t", "json"), cli.run("credential", "list"),
         cli.run("credential", "list", "-t", "json"), cli.run("workflow", "submit", workflow),
     ]  # fmt: skip
-    assert not [one for one in said if has_canary((one.out + one.err).encode())]
-    # Two that touch are one mask, or two when they came apart.
+    assert not [one for one in results if has_canary((one.out + one.err).encode())]
+    # Two adjacent secrets give one mask, or two masks if they arrived separately.
     assert cli.logs(workflow).replace("*" * 16, "*" * 8).endswith("[talker] ready\n[talker] ********\n")
 
 
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_a_node_that_writes_to_a_store_keeps_its_secret_to_itself(
+def test_a_node_writes_to_a_store_without_exposing_the_secret_key(
     cli: Cli, where: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> None:
     if why := missing_rclone():
@@ -149,16 +149,16 @@ def test_a_node_that_writes_to_a_store_keeps_its_secret_to_itself(
         lab.configure(names=("gpu1",))
     with S3Server(tmp_path_factory.mktemp("s3"), access_key=FILE) as server:
         server.bucket("b")
-        _keep_store(cli, tmp_path_factory.mktemp("fields"), server.url)
+        _set_store_credential(cli, tmp_path_factory.mktemp("fields"), server.url)
         server.freeze()
         workflow = cli.submit(cli.spec(WRITER))
-        wait_until(deliverers, 60)
-        # While it goes: the credential of this machine, and nothing else on any disk; no arguments but the server's own.
-        assert {str(path.relative_to(cli.state)) for path in holders([cli.folder])} == {"credentials/store.json"}
-        assert not holders([Path(f"/dev/shm/distflow-{os.getuid()}")])
-        assert not [one for one in in_arguments() if "rclone" not in one]
-        for pid in deliverers():
-            # Only root may read them, and those of other tests come and go.
+        wait_until(transfer_pids, 60)
+        # During the transfer, only this machine's credential contains the key, and only the server has it in its arguments.
+        assert {str(path.relative_to(cli.state)) for path in files_with_canary([cli.folder])} == {"credentials/store.json"}
+        assert not files_with_canary([Path(f"/dev/shm/distflow-{os.getuid()}")])
+        assert not [one for one in processes_with_canary() if "rclone" not in one]
+        for pid in transfer_pids():
+            # Only root may read the environments, and processes of other tests may end meanwhile.
             with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
                 assert not has_canary(Path(f"/proc/{pid}/environ").read_bytes())
         server.thaw()
@@ -166,21 +166,21 @@ def test_a_node_that_writes_to_a_store_keeps_its_secret_to_itself(
         events = cli.run("workflow", "events", workflow)
         assert "its output is at s3://b/x: 1 file, 2 B" in events.out
         assert "through this machine" not in events.out
-        # A store that no longer accepts it reports that, and the report is shown.
+        # If a store refuses the key, the events show its answer without the key.
         server.stop()
         with S3Server(tmp_path_factory.mktemp("other"), access_key=AUTH) as other:
             other.bucket("b")
-            _keep_store(cli, tmp_path_factory.mktemp("fields"), other.url)
+            _set_store_credential(cli, tmp_path_factory.mktemp("fields"), other.url)
             refused = cli.submit(cli.spec(WRITER))
             cli.await_status(refused, "FAILED")
     assert ": refused: " in cli.run("workflow", "events", refused).out
-    said = [cli.run("workflow", verb, one) for verb in ("query", "events", "logs") for one in (workflow, refused)]
-    assert not [one for one in said if has_canary((one.out + one.err).encode())]
-    assert {str(path.relative_to(cli.state)) for path in holders([cli.folder])} == {"credentials/store.json"}
+    results = [cli.run("workflow", verb, one) for verb in ("query", "events", "logs") for one in (workflow, refused)]
+    assert not [one for one in results if has_canary((one.out + one.err).encode())]
+    assert {str(path.relative_to(cli.state)) for path in files_with_canary([cli.folder])} == {"credentials/store.json"}
 
 
-def _keep_store(cli: Cli, folder: Path, url: str) -> None:
-    """Set the DATA credential of the bucket; its key from standard input."""
+def _set_store_credential(cli: Cli, folder: Path, url: str) -> None:
+    """Set the DATA credential of the bucket, with its secret key from standard input."""
     words = []
     for key, value in (("endpoint", "s3://b"), ("access_key_id", "test-key"), ("override_url", url)):
         (folder / key).write_text(value)
@@ -190,8 +190,8 @@ def _keep_store(cli: Cli, folder: Path, url: str) -> None:
     subprocess.run(command, input=FILE, text=True, check=True, env=cli.environment, cwd=cli.folder, capture_output=True)
 
 
-def deliverers() -> list[str]:
-    """Processes that write an output to a store."""
+def transfer_pids() -> list[str]:
+    """Return the pids of processes that write an output to a store."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -202,36 +202,36 @@ def deliverers() -> list[str]:
     return found
 
 
-def test_given_values_remain_after_the_credential_is_deleted(cli: Cli) -> None:
-    keep(cli, "wandb", ENV, key="api_key")
+def test_a_submitted_workflow_keeps_the_values_of_a_deleted_credential(cli: Cli) -> None:
+    set_credential(cli, "wandb", ENV, key="api_key")
     go = cli.folder / "GO"
-    length = f"    command: [sh, -c, 'test $(printf %s $WANDB_API_KEY | wc -c) = {len(ENV)} && echo had it']\n"
-    text = SPEC.split("      deploy", maxsplit=1)[0] + length
+    command = f"    command: [sh, -c, 'test $(printf %s $WANDB_API_KEY | wc -c) = {len(ENV)} && echo had it']\n"
+    text = SPEC.split("      deploy", maxsplit=1)[0] + command
     blocker = cli.submit(cli.spec(BLOCKER.replace("GO", str(go)), "first.yaml"))
-    # It waits for the node, and gets its secrets only when that is free.
+    # This workflow gets its secrets when it starts, after the blocker has ended.
     waiting = cli.submit(cli.spec(text.replace("  tasks:", "  resources: {default: {cpu: 64}}\n  tasks:")))
     assert cli.run("credential", "delete", "wandb").code == 0
     go.touch()
     cli.await_status(blocker, "COMPLETED")
     cli.await_status(waiting, "COMPLETED")
     assert cli.logs(waiting) == "[talker] had it\n"
-    # Again, it is looked up again.
+    # A second submission reads the credential again.
     done = cli.run("workflow", "submit", waiting)
     assert (done.code, "this machine has no credential `wandb`" in done.err) == (2, True), done.err
-    keep(cli, "wandb", ENV, key="api_key")
+    set_credential(cli, "wandb", ENV, key="api_key")
     cli.await_status(cli.submit(waiting), "COMPLETED")
 
 
-def test_validate_knows_this_machines_credentials(cli: Cli) -> None:
+def test_validate_checks_the_credentials_of_this_machine(cli: Cli) -> None:
     spec = cli.spec(SPEC)
-    # A machine without any only checks specs.
+    # On a machine without credentials, `validate` only warns.
     done = cli.run("workflow", "validate", spec)
     assert (done.code, done.err.count("warning: this machine has no credential")) == (0, 2), done.err
     assert not cli.state.exists()
     refused = cli.run("workflow", "submit", spec)
     assert (refused.code, refused.err.count("error: this machine has no credential")) == (2, 2), refused.err
-    keep(cli, "wandbb", ENV, key="api_key")
-    keep(cli, "deploy", AUTH, key="auth", kind="REGISTRY")
+    set_credential(cli, "wandbb", ENV, key="api_key")
+    set_credential(cli, "deploy", AUTH, key="auth", kind="REGISTRY")
     done = cli.run("workflow", "validate", spec, "-t", "json")
     assert done.code == 2
     problems = json.loads(done.out)["error"]["problems"]
@@ -250,14 +250,14 @@ def test_set_env_takes_a_value_from_the_environment(cli: Cli) -> None:
     process = cli.start("workflow", "submit", spec, "--set-env", "SET", "--wait")
     assert process.stdout is not None
     assert process.stdout.readline() == "env-1\n"
-    assert not in_arguments()
+    assert not processes_with_canary()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out == f"[a] {len(SET)}\n[a] ********\n"
 
 
-def test_set_env_wins_over_a_credential(cli: Cli) -> None:
-    keep(cli, "wandb", ENV, key="api_key")
+def test_set_env_overrides_a_credential(cli: Cli) -> None:
+    set_credential(cli, "wandb", ENV, key="api_key")
     text = SPEC.split("      deploy", maxsplit=1)[0] + "    command: [sh, -c, 'printf %s $WANDB_API_KEY | wc -c']\n"
     done = cli.run("workflow", "submit", cli.spec(text), "--set-env", "WANDB_API_KEY=12345", "--wait")
     assert done.code == 0, done.err

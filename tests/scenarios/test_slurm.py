@@ -1,4 +1,4 @@
-"""Gangs on a real Slurm cluster: from the login node itself, and through it over SSH. Faults are real."""
+"""Gangs on a real Slurm cluster, from its login node and through it over SSH. Faults are real."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from distflow.testing.slurm import Slurm, missing_slurm
 from distflow.testing.waiting import wait_until
-from scenarios.cluster import FOREVER, SPIN, Cluster
+from scenarios.cluster import SPIN, SPIN_ON_BOTH_NODES, Cluster
 from scenarios.conftest import Cli
-from scenarios.lab import checkout
+from scenarios.lab import copy_specs
 
 
-def test_a_gang_runs_in_a_job_with_its_gpus_and_gives_it_back(any_cluster: Cluster, repository: Path) -> None:
+def test_a_gang_runs_in_a_job_with_its_gpus_and_cancel_ends_the_job(any_cluster: Cluster, repository: Path) -> None:
     cli = any_cluster.cli
     workflow, job = any_cluster.start()
     tasks = cli.tasks(workflow)
@@ -27,7 +27,7 @@ def test_a_gang_runs_in_a_job_with_its_gpus_and_gives_it_back(any_cluster: Clust
     assert cli.run("workflow", "exec", workflow, "worker", "--entry", "echo there").out == "there\n"
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     any_cluster.await_no_jobs()
-    done = cli.run("workflow", "submit", str(checkout(cli, repository) / "hello_world.yaml"), "--wait")
+    done = cli.run("workflow", "submit", str(copy_specs(cli, repository) / "hello_world.yaml"), "--wait")
     assert done.code == 0, done.err + done.out
     assert "rank 0 of 2" in done.out
     assert "rank 1 of 2" in done.out
@@ -63,7 +63,7 @@ def test_gpus_can_be_requested_by_other_options_also_in_a_heterogeneous_job(clus
     ],
     ids=["completed", "exit", "signal", "het"],
 )
-def test_slurm_shows_the_end_of_the_gang(cluster: Cluster, spec: str, states: set[str]) -> None:
+def test_the_state_of_the_job_shows_how_the_gang_ended(cluster: Cluster, spec: str, states: set[str]) -> None:
     cli = cluster.cli
     cli.run("workflow", "submit", cli.spec(spec), "--wait")
     cluster.await_no_jobs()
@@ -73,10 +73,10 @@ def test_slurm_shows_the_end_of_the_gang(cluster: Cluster, spec: str, states: se
     assert not list(cli.top.glob("distflow-job-*")), "no log is left"
 
 
-def test_a_gang_in_the_queue_shows_slurms_reason_and_cancel_leaves_nothing(cluster: Cluster) -> None:
+def test_a_waiting_gang_shows_slurms_reason_and_cancel_removes_its_job(cluster: Cluster) -> None:
     cli = cluster.cli
-    first, _ = cluster.start(FOREVER)
-    second = cli.submit(cli.spec(FOREVER, "second.yaml"))
+    first, _ = cluster.start(SPIN_ON_BOTH_NODES)
+    second = cli.submit(cli.spec(SPIN_ON_BOTH_NODES, "second.yaml"))
     wait_until(lambda: "Resources" in cli.query(second)["groups"][0]["message"], 60, "the reason is shown")
     assert len(cluster.jobs()) == 2
     assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
@@ -103,7 +103,7 @@ def test_a_restarted_login_node_loses_nothing(far_cluster: Cluster) -> None:
     workflow, job = far_cluster.start(SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
     assert far_cluster.login is not None
     far_cluster.login.restart()
-    wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reached again")
+    wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reachable again")
     go.touch()
     assert cli.await_status(workflow, "COMPLETED", "FAILED")["status"] == "COMPLETED"
     assert (cli.logs(workflow).count("late"), far_cluster.job_of(workflow)) == (2, job)
@@ -116,10 +116,10 @@ def test_reap_ends_jobs_of_ended_workflows_and_names_those_of_others(cluster: Cl
     assert done.code == 0, done.err
     uuid = cli.query("spin-1")["uuid"]
 
-    def submitted(marker: str) -> str:
+    def submit_job(marker: str) -> str:
         return cluster.command("sbatch", "--parsable", f"--comment={marker}", "--output=/dev/null", "--wrap=sleep 600").strip()
 
-    ours, foreign = submitted(f"distflow:{uuid}/train/0"), submitted(f"distflow:{'a' * 32}/train/0")
+    ours, foreign = submit_job(f"distflow:{uuid}/train/0"), submit_job(f"distflow:{'a' * 32}/train/0")
     assert "would stop" in cli.run("node", "reap", "--dry-run").out
     shown = cli.run("node", "reap").out
     assert f"job {ours}" in shown
@@ -133,7 +133,7 @@ def test_reap_ends_jobs_of_ended_workflows_and_names_those_of_others(cluster: Cl
 def test_a_preempted_gang_and_one_on_a_lost_node_name_the_cause(cluster: Cluster) -> None:
     cli = cluster.cli
     cluster.slurm.add_partition("urgent", PriorityTier="10", PreemptMode="OFF")
-    workflow, _ = cluster.start(FOREVER)
+    workflow, _ = cluster.start(SPIN_ON_BOTH_NODES)
     urgent = cluster.command(
         "sbatch", "--parsable", "-p", "urgent", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 600"
     ).strip()
@@ -159,12 +159,12 @@ def test_a_job_without_a_supervisor_ends_by_itself(cluster: Cluster) -> None:
     cli.kill_supervisor()
     go.touch()
     cluster.await_no_jobs()
-    # The next command starts a supervisor, which finds the ends and the output on the login node.
+    # The next command starts a supervisor, which finds the exit codes and the output on the login node.
     assert cli.await_status("spin-1", "COMPLETED", "FAILED", "FAILED_BACKEND_ERROR")["status"] == "COMPLETED"
     assert cli.logs("spin-1").count("late") == 2
 
 
-def test_a_job_that_is_canceled_from_outside_names_who_did_it(cluster: Cluster) -> None:
+def test_a_job_that_is_canceled_with_scancel_is_reported(cluster: Cluster) -> None:
     cli = cluster.cli
     workflow, job = cluster.start()
     cluster.command("scancel", job)
@@ -177,7 +177,7 @@ def test_a_killed_supervisor_loses_nothing(cluster: Cluster) -> None:
     cli = cluster.cli
     go = cli.folder / "go"
     workflow, job = cluster.start(SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
-    waiting = cli.submit(cli.spec(FOREVER, "second.yaml"))
+    waiting = cli.submit(cli.spec(SPIN_ON_BOTH_NODES, "second.yaml"))
     wait_until(lambda: len(cluster.jobs()) == 2, 30, "both have a job")
     cli.kill_supervisor()
     go.touch()
@@ -191,7 +191,7 @@ def test_a_killed_supervisor_loses_nothing(cluster: Cluster) -> None:
 
 @pytest.fixture
 def lone_cluster(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm for this test alone: after a restart of its controller, Slurm 22.05 may take free GPUs for used ones."""
+    """A Slurm for this test alone: after a restart of its controller, Slurm 22.05 may count free GPUs as used."""
     if why := missing_slurm():
         pytest.skip(why)
     with Slurm(tmp_path_factory.mktemp("lone")) as slurm:
@@ -211,8 +211,8 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing(lone_cluster: Clust
         answer = cli.await_status(workflow, "FAILED")
         assert answer["groups"][0]["first_cause"]["exit_code"] == 3
         later = cli.submit(cli.spec(SPIN.replace("sleep 600", "true"), "second.yaml"))
-        wait_until(lambda: cli.query(later)["groups"][0]["message"], 120, "it waits")
-        # The supervisor, which cannot end the first job yet, has taken the second workflow meanwhile.
+        wait_until(lambda: cli.query(later)["groups"][0]["message"], 120, "the second workflow waits")
+        # The supervisor cannot end the first job yet, so the same supervisor accepted the second workflow.
         assert "all workflows have ended" not in (cli.state / "supervisor.log").read_text()
     finally:
         cluster.slurm.start_controller()
@@ -220,21 +220,21 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing(lone_cluster: Clust
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_resident_ends_the_job_and_the_gang(cluster: Cluster) -> None:
+def test_a_killed_resident_program_ends_the_job_and_the_gang(cluster: Cluster) -> None:
     cli = cluster.cli
     workflow, _ = cluster.start()
     for pid in cluster.slurm.processes("n2"):
-        if _words(pid)[-2:-1] == [b"node"]:
+        if _arguments(pid)[-2:-1] == [b"node"]:
             os.kill(pid, signal.SIGKILL)
     cli.await_status(workflow, "FAILED", "FAILED_BACKEND_ERROR", timeout=120)
     cluster.await_no_jobs()
-    # Clusters with cgroups kill them with the job. This one finds only descendants of its own daemons.
+    # Clusters with cgroups kill these processes with the job. This cluster kills only descendants of its daemons.
     for pid in cluster.slurm.processes():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _words(pid: int) -> list[bytes]:
+def _arguments(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:

@@ -1,6 +1,6 @@
-"""Images of tasks on a real Slurm, with a stand-in for Pyxis: an ``srun`` that takes its options.
+"""Images of tasks on a real Slurm, with a stand-in for Pyxis: an ``srun`` that accepts its options.
 
-The stand-in shows another ``/etc/os-release`` to the commands of a step with an image, and starts no other root file system.
+The stand-in shows another ``/etc/os-release`` to the commands of a step with an image, and starts no container.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ workflow:
 
 @pytest.fixture
 def pyxis(cluster: Cluster) -> Path:
-    """The options that the stand-in got."""
+    """Put the stand-in into PATH. Return the file to which it writes its option ``--container-mounts``."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("mounts need root")
     folder = cluster.cli.folder / "pyxis"
@@ -65,7 +65,7 @@ def pyxis(cluster: Cluster) -> Path:
     return folder / "mounts"
 
 
-def test_all_of_a_gang_runs_in_its_image(cluster: Cluster, pyxis: Path) -> None:
+def test_all_tasks_of_a_gang_run_in_its_image(cluster: Cluster, pyxis: Path) -> None:
     cli = cluster.cli
     workflow = cli.submit(cli.spec(SPEC))
     for task in ("master", "worker"):
@@ -83,7 +83,7 @@ def test_all_of_a_gang_runs_in_its_image(cluster: Cluster, pyxis: Path) -> None:
     assert "the tasks of group `g` have different images" in mixed.err + mixed.out
 
 
-def test_pool_check_finds_a_cluster_without_pyxis(cluster: Cluster) -> None:
+def test_pool_check_reports_a_cluster_without_pyxis(cluster: Cluster) -> None:
     cluster.configure(slurm={"container": "pyxis"})
     found = cluster.cli.run("pool", "check")
     assert found.code != 0

@@ -1,4 +1,4 @@
-"""Faults of Slurm, of the link to its login node and of the supervisor: a gang has the right end, and nothing is left."""
+"""Faults of Slurm, of the link to its login node and of the supervisor: each gang ends as it should, and no job is left."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from scenarios.cluster import SPIN, Cluster
 from scenarios.conftest import Cli
 
 COUNT = "i=0; while [ ! -e GO ]; do echo line $i; i=$((i+1)); sleep 0.2; done; echo late"
-"""What a task does until the file GO is there."""
+"""Shell commands of a task: print numbered lines until the file GO exists."""
 PHASES = ("requesting", "submitted", "queued", "granted", "preparing", "running", "stopping", "collecting")
 
 
-def counting(go: Path) -> str:
+def counting_spec(go: Path) -> str:
     return SPIN.replace("sleep 600", COUNT.replace("GO", str(go)))
 
 
@@ -35,7 +35,7 @@ def lines_of(cluster: Cluster, workflow: str, task: str) -> list[str]:
 
 
 def assert_complete(lines: list[str]) -> None:
-    """Each line is there once, in its order."""
+    """Check that each line was printed once, in order."""
     assert lines == [*(f"line {number}" for number in range(len(lines) - 1)), "late"]
 
 
@@ -43,11 +43,11 @@ def assert_complete(lines: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_that_reaches_its_time_limit_says_so(cluster: Cluster) -> None:
-    workflow, job = cluster.start(counting(cluster.cli.folder / "go"))
+def test_a_job_that_reaches_its_time_limit_ends_the_gang_as_exec_timeout(cluster: Cluster) -> None:
+    workflow, job = cluster.start(counting_spec(cluster.cli.folder / "go"))
     cluster.cli.await_log(workflow, "line 3")
     cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=5")
-    cluster.command("scontrol", "update", f"JobId={job}", "EndTime=now")  # which Slurm sees within 30 s
+    cluster.command("scontrol", "update", f"JobId={job}", "EndTime=now")  # Slurm checks the limits every 30 s
     answer = cluster.cli.await_status(workflow, "FAILED_EXEC_TIMEOUT", "FAILED", "FAILED_BACKEND_ERROR", timeout=200)
     cause = answer["groups"][0]["first_cause"]
     assert (answer["status"], cause["reason"]) == ("FAILED_EXEC_TIMEOUT", "EXEC_TIMEOUT")
@@ -74,7 +74,7 @@ def strict_cluster(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         made.await_no_jobs()
 
 
-def test_a_job_that_uses_more_memory_than_it_requested_says_so(strict_cluster: Cluster) -> None:
+def test_a_job_that_exceeds_its_memory_ends_the_gang_as_evicted(strict_cluster: Cluster) -> None:
     program = "import time; print(1); kept = bytes([1]) * (600 << 20); time.sleep(600)"
     # distflow itself knows nothing of the limit, because the spec has none.
     strict_cluster.configure(slurm={"extra": ["--mem=300M"]})
@@ -109,7 +109,7 @@ def test_a_login_node_that_is_cut_off_for_a_while_loses_nothing(
     login = network.host(folder, alias="login", user_key=key, options={"SetEnv": path})
     cluster, go = Cluster(cli, slurm, login.sshd), cli.folder / "go"
     cluster.configure(ping="1s", connect_timeout="5s", node_lost_after="20s")
-    first, job = cluster.start(counting(go))
+    first, job = cluster.start(counting_spec(go))
     cluster.cli.await_log(first, "line 3")
     login.cut()
     cut_at = time.monotonic()
@@ -138,7 +138,9 @@ def test_a_command_needs_one_connection_to_the_login_node_also_after_the_end_of_
     def logins() -> int:
         return login.log.read_text().count("Accepted publickey")
 
-    workflow, _ = far_cluster.start(counting(cli.folder / "go").replace("echo late", "echo late >{{output}}/word; echo late"))
+    workflow, _ = far_cluster.start(
+        counting_spec(cli.folder / "go").replace("echo late", "echo late >{{output}}/word; echo late")
+    )
     before = logins()
     done = cli.run("workflow", "exec", workflow, "--group", "train", "--entry", "echo there")
     assert (done.code, done.out.count("there"), logins() - before) == (0, 2, 1), done.err
@@ -155,7 +157,7 @@ def test_a_command_needs_one_connection_to_the_login_node_also_after_the_end_of_
 # -- the supervisor ---------------------------------------------------------------------------------------------------
 
 
-class Interrupted:
+class InterruptedGang:
     """A gang whose supervisor is killed in one phase."""
 
     def __init__(self, cluster: Cluster, phase: str) -> None:
@@ -168,7 +170,7 @@ class Interrupted:
         self._blocker = ""
 
     def begin(self) -> None:
-        """Submit the gang, and return in its phase."""
+        """Submit the gang, and return when it is in the phase."""
         if self.phase in ("requesting", "submitted"):
             self._delay_sbatch()
         if self.phase == "queued":
@@ -184,30 +186,30 @@ class Interrupted:
             (self.cli.folder / "large").write_bytes(os.urandom(30_000_000))
             spec = spec.replace("lead: true,", f"lead: true, files: [{{path: /large, localpath: {self.cli.folder}/large}}],")
         self.workflow = self.cli.submit(self.cli.spec(spec))
-        reached: dict[str, Callable[[], object]] = {
+        conditions: dict[str, Callable[[], object]] = {
             "requesting": (self.cli.folder / "sbatch-before").exists,
             "submitted": (self.cli.folder / "sbatch-after").exists,
             "queued": self.cluster.jobs,
             "granted": lambda: "RUNNING" in self.cluster.command("squeue", "-h", "-o", "%T"),
         }
-        if self.phase in reached:
-            wait_until(reached[self.phase], 60, f"it is {self.phase}")
+        if self.phase in conditions:
+            wait_until(conditions[self.phase], 60, f"the gang is {self.phase}")
             return
-        if self.phase == "preparing":  # a command for each look would see it too late
+        if self.phase == "preparing":  # commands would be too slow to see this phase
             self.cli.await_record(self.workflow, lambda record: record.groups[0].tasks[0].status == "INITIALIZING", 60)
             return
         self.cli.await_running(self.workflow)
         self.cli.await_log(self.workflow, "line 2")
         if self.phase == "stopping":
             self.cli.run("workflow", "cancel", self.workflow)
-            wait_until(lambda: "STOPPING" in str(self.cli.query(self.workflow)), 30, "it is stopping")
+            wait_until(lambda: "STOPPING" in str(self.cli.query(self.workflow)), 30, "the gang is stopping")
         if self.phase == "collecting":
             self.go.touch()
-            log = self.cli.state / "blobs"
-            wait_until(lambda: any(path.name.startswith(".") or path.suffix for path in log.rglob("*")), 60, "collecting")
+            blobs = self.cli.state / "blobs"
+            wait_until(lambda: any(path.name.startswith(".") or path.suffix for path in blobs.rglob("*")), 60, "collecting")
 
-    def continue_(self) -> None:
-        """Remove what held it in its phase."""
+    def remove_obstacle(self) -> None:
+        """Remove the obstacle that keeps the gang in its phase."""
         (self.cli.folder / "sbatch-go").touch()
         if self._blocker:
             self.cluster.command("scancel", self._blocker)
@@ -228,10 +230,10 @@ class Interrupted:
 @pytest.mark.parametrize("phase", PHASES)
 def test_another_supervisor_continues_in_every_phase(cluster: Cluster, phase: str) -> None:
     cluster.configure(stop_grace="1s")
-    cli, gang = cluster.cli, Interrupted(cluster, phase)
+    cli, gang = cluster.cli, InterruptedGang(cluster, phase)
     gang.begin()
     cli.kill_supervisor()
-    gang.continue_()
+    gang.remove_obstacle()
     if phase == "stopping":
         assert cli.await_status(gang.workflow, "FAILED_CANCELED", timeout=90)
     else:
@@ -250,12 +252,12 @@ def test_another_supervisor_continues_in_every_phase(cluster: Cluster, phase: st
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("running", "collecting")])
-def test_without_a_supervisor_no_job_stays(cluster: Cluster, phase: str) -> None:
+def test_a_job_without_a_supervisor_ends_before_the_start_and_while_stopping(cluster: Cluster, phase: str) -> None:
     cluster.configure(slurm={"idle_release": "2s"}, start_barrier="10s", stop_grace="1s")
-    gang = Interrupted(cluster, phase)
+    gang = InterruptedGang(cluster, phase)
     gang.begin()
     cluster.cli.kill_supervisor()
-    gang.continue_()
+    gang.remove_obstacle()
     if phase in ("requesting", "submitted"):
         wait_until(cluster.jobs, 30, "the job was submitted")
     cluster.await_no_jobs()
@@ -266,9 +268,9 @@ def test_without_a_supervisor_no_job_stays(cluster: Cluster, phase: str) -> None
 
 def test_a_lost_state_directory_is_rebuilt_from_the_jobs(any_cluster: Cluster) -> None:
     cli, go = any_cluster.cli, any_cluster.cli.folder / "go"
-    workflow, job = any_cluster.start(counting(go))
+    workflow, job = any_cluster.start(counting_spec(go))
     tasks = cli.await_running(workflow)
-    second = cli.submit(cli.spec(counting(go).replace("name: spin", "name: other"), "second.yaml"))
+    second = cli.submit(cli.spec(counting_spec(go).replace("name: spin", "name: other"), "second.yaml"))
     others = cli.await_running(second)
     cli.await_log(second, "line 2")
     cli.kill_supervisor()
@@ -276,8 +278,8 @@ def test_a_lost_state_directory_is_rebuilt_from_the_jobs(any_cluster: Cluster) -
     done = cli.run("workflow", "adopt")
     assert (done.code, sorted(done.out.splitlines()[::2])) == (0, ["other-1: adopted", "spin-1: adopted"]), done.out + done.err
     for name, before in ((workflow, tasks), (second, others)):
-        taken = cli.await_running(name)
-        assert {task: (one["node_name"], one["pid"]) for task, one in taken.items()} == {
+        adopted = cli.await_running(name)
+        assert {task: (one["node_name"], one["pid"]) for task, one in adopted.items()} == {
             task: (one["node_name"], one["pid"]) for task, one in before.items()
         }
     assert len(any_cluster.jobs()) == 2

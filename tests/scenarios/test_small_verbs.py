@@ -1,4 +1,4 @@
-"""Small commands that OSMO has: each says what is true, and fails when it could not do all of it."""
+"""Small commands of OSMO: `resource info`, `profile`, `validate --label`, `logs --error`, and `cancel` of several ids."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ pools:
 
 @pytest.fixture
 def pools(cli: Cli) -> Cli:
-    """Two pools, which share the name of a node."""
+    """Two pools, which have a node of the same name."""
     (cli.folder / "distflow.yaml").write_text(TWO_POOLS.replace("ROOT", str(cli.top)))
     return cli
 
 
-def test_resource_info_shows_all_that_is_configured_of_a_node(pools: Cli) -> None:
+def test_resource_info_shows_the_configuration_of_a_node(pools: Cli) -> None:
     both = pools.run("resource", "info", "local")
     assert both.code == 0, both.err
     first, second = (dict(line.split(":", 1) for line in part.splitlines()) for part in both.out.split("\n\n"))
     shown = {key: value.strip() for key, value in first.items()}
-    wanted = {"Node": "local", "Pool": "here", "Platform": "a100", "CPU [#]": "0/8", "Memory [Gi]": "0/4", "GPU [#]": "0/2",
+    expected = {"Node": "local", "Pool": "here", "Platform": "a100", "CPU [#]": "0/8", "Memory [Gi]": "0/4", "GPU [#]": "0/2",
               "Labels": "rack=r1", "Environment": "NCCL_DEBUG TOKEN", "Tasks": "-"}  # fmt: skip
-    assert wanted.items() <= shown.items()
+    assert expected.items() <= shown.items()
     assert "hidden-value" not in both.out
     assert {"Pool": "there", "Host": "gpu2.lab", "Root": "/scratch/d", "GPU [#]": "0/-"}.items() <= {
         key: value.strip() for key, value in second.items()
@@ -50,7 +50,7 @@ def test_resource_info_shows_all_that_is_configured_of_a_node(pools: Cli) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["gpu2"], "there is no node `gpu2`\ndid you mean `gpu1`?"),
         (["gpu1", "--pool", "here"], "there is no node `gpu1` of pool `here`\nnodes: `local`"),
@@ -58,16 +58,16 @@ def test_resource_info_shows_all_that_is_configured_of_a_node(pools: Cli) -> Non
         (["gpu1", "--pool", "nowhere"], "there is no pool `nowhere`"),
     ],
 )
-def test_resource_info_of_what_there_is_not_fails(pools: Cli, words: list[str], said: str) -> None:
-    done = pools.run("resource", "info", *words)
+def test_resource_info_refuses_unknown_nodes_and_pools(pools: Cli, arguments: list[str], message: str) -> None:
+    done = pools.run("resource", "info", *arguments)
     assert (done.code, done.out) == (2, "")
-    assert said in done.err
+    assert message in done.err
 
 
-def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs(pools: Cli) -> None:
-    def pool_of(*words: str, text: str = TASK) -> str:
+def test_the_pool_of_the_profile_overrides_the_configuration_but_not_the_spec(pools: Cli) -> None:
+    def pool_of(*arguments: str, text: str = TASK) -> str:
         spec = pools.spec(text.replace("NAME", "n").replace("CODE", "true"))
-        done = pools.run("workflow", "submit", spec, "--dry-run", *words)
+        done = pools.run("workflow", "submit", spec, "--dry-run", *arguments)
         assert done.code == 0, done.err
         return done.out.splitlines()[0].rpartition(" ")[2]
 
@@ -83,7 +83,7 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
     answer = json.loads(pools.run("profile", "list", "-t", "json").out)
     assert answer["profile"] | {"pool": "there", "email_notification": False} == answer["profile"]
     assert answer["pools"] == ["here", "there"]
-    # Another directory's configuration may not have it.
+    # The configuration of another directory may not have this pool.
     text = (pools.folder / "distflow.yaml").read_text()
     (pools.folder / "distflow.yaml").write_text(text.replace("  there:", "  elsewhere:"))
     done = pools.run("pool", "list")
@@ -94,29 +94,29 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
 
 
 def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
-    for words, said in (
+    for arguments, message in (
         (["set", "pool", "hree"], "there is no pool `hree`\ndid you mean `here`?"),
         (["set", "notifications", "email", "slack"], "distflow profile set notify NAME"),
         (["set", "notify"], "needs at least one target"),
         (["set", "notify", "team"], "this machine has no credential `team`"),
         (["set", "pool"], "needs the name of one pool"),
         (["set", "pool", "here", "there"], "needs the name of one pool"),
-        (["set", "colour", "green"], "`colour` is not a setting of the profile"),
+        (["set", "shade", "green"], "`shade` is not a setting of the profile"),
     ):
-        done = pools.run("profile", *words)
-        assert (done.code, said in done.err) == (2, True), done.err
+        done = pools.run("profile", *arguments)
+        assert (done.code, message in done.err) == (2, True), done.err
     pools.state.mkdir(exist_ok=True)
     (pools.state / "profile.json").write_text("{")
     done = pools.run("profile", "list")
     assert (done.code, "is damaged" in done.err) == (5, True), done.err
 
 
-def test_validate_takes_the_labels_of_submit(cli: Cli) -> None:
+def test_validate_checks_labels(cli: Cli) -> None:
     spec = cli.spec(TASK.replace("NAME", "n").replace("CODE", "true").replace("{name: n", "{labels: {a: b}, name: n"))
     assert cli.run("workflow", "validate", spec, "--label", "team=vision").code == 0
-    for labels, said in ((["team"], "not of the form KEY=VALUE"), (["team=a b"], "is not a valid label value")):
+    for labels, message in ((["team"], "not of the form KEY=VALUE"), (["team=a b"], "is not a valid label value")):
         done = cli.run("workflow", "validate", spec, "--label", *labels)
-        assert (done.code, said in done.err) == (2, True), done.err
+        assert (done.code, message in done.err) == (2, True), done.err
     many = [word for number in range(16) for word in ("--label", f"l{number}=x")]
     done = cli.run("workflow", "validate", spec, *many)
     assert (done.code, "at most 16 labels, not 17" in done.err) == (2, True), done.err
@@ -136,12 +136,12 @@ def test_the_error_file_of_a_task_can_be_read(cli: Cli) -> None:
     none = cli.run("workflow", "logs", "bad-1", "-t", "b", "--error")
     assert (none.code, none.out) == (0, "")
     assert "b has not written an error file. Its output: distflow workflow logs bad-1 --task b" in none.err
-    for words in (["--error"], ["--error", "-t", "a", "-t", "b"], ["--error", "-t", "a", "-f"]):
-        refused = cli.run("workflow", "logs", "bad-1", *words)
+    for arguments in (["--error"], ["--error", "-t", "a", "-t", "b"], ["--error", "-t", "a", "-f"]):
+        refused = cli.run("workflow", "logs", "bad-1", *arguments)
         assert (refused.code, "--error prints the error file of one task" in refused.err) == (2, True)
 
 
-def test_an_error_file_that_is_not_unicode_stops_nothing(cli: Cli) -> None:
+def test_an_error_file_with_half_a_surrogate_pair_is_shown(cli: Cli) -> None:
     (cli.folder / "error.json").write_text('{"message": "half of a pair: \\ud83d"}')
     fails = f"cp {cli.folder}/error.json $TORCHELASTIC_ERROR_FILE; exit 3"
     spec = cli.spec(f"workflow: {{name: bad, tasks: [{{name: a, command: [sh, -c, '{fails}']}}]}}")
@@ -149,7 +149,7 @@ def test_an_error_file_that_is_not_unicode_stops_nothing(cli: Cli) -> None:
     assert "exit code 3: half of a pair: ?" in cli.run("workflow", "why", "bad-1").out
 
 
-def test_cancel_tries_every_id_and_names_every_one_that_failed(cli: Cli) -> None:
+def test_cancel_tries_every_id_and_reports_each_failure(cli: Cli) -> None:
     wait = 'trap "" TERM; while [ ! -e GO ]; do sleep 0.2; done'.replace("GO", str(cli.folder / "GO")).replace('"', '\\"')
     for name, code in (("over", "true"), ("one", wait), ("two", wait)):
         text = f'{{"workflow": {{"name": "{name}", "tasks": [{{"name": "a", "command": ["sh", "-c", "{code}"]}}]}}}}'

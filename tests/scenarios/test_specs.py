@@ -11,13 +11,13 @@ import pytest
 
 from distflow.testing.daemons import free_port
 from scenarios.conftest import Cli
-from scenarios.lab import checkout
+from scenarios.lab import copy_specs
 
 
 @pytest.fixture
 def specs(cli: Cli, repository: Path) -> Path:
     """The folder of the specs in a checkout."""
-    return checkout(cli, repository)
+    return copy_specs(cli, repository)
 
 
 def test_hello_world_prints_its_ranks(cli: Cli, specs: Path) -> None:
@@ -27,7 +27,7 @@ def test_hello_world_prints_its_ranks(cli: Cli, specs: Path) -> None:
     assert "rank 1 of 2" in done.out
 
 
-def test_a_spec_as_osmo_users_bring_it_runs(cli: Cli, repository: Path) -> None:
+def test_a_spec_of_osmo_users_runs_unchanged(cli: Cli, repository: Path) -> None:
     shutil.copytree(repository / "tests" / "goldens" / "osmo", cli.folder / "osmo")
     text = (cli.folder / "distflow.yaml").read_text()
     (cli.folder / "distflow.yaml").write_text(text.replace("{name: local,", "{name: local, platform: local-cpu,"))
@@ -35,17 +35,17 @@ def test_a_spec_as_osmo_users_bring_it_runs(cli: Cli, repository: Path) -> None:
     assert done.code == 0, done.err + done.out
     assert "sum of ranks 1" in done.out
     assert "Finished training" in done.out
-    # What will not happen is said, and where the output lies.
+    # A warning reports that the image is not used. At the end, `query` shows the directory of the output.
     assert "image" in done.err
-    (made,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
-    assert (made["name"], made["versions"], made["latest"]["file_count"]) == ("pytorch-dist-models", [1], 1)
-    ident = json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"][0]["name"]
-    folder = Path(cli.tasks(ident)["master"]["output_dir"])
+    (dataset,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
+    assert (dataset["name"], dataset["versions"], dataset["latest"]["file_count"]) == ("pytorch-dist-models", [1], 1)
+    workflow = json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"][0]["name"]
+    folder = Path(cli.tasks(workflow)["master"]["output_dir"])
     assert (folder / "models" / "model.txt").read_text() == "world of 2\n"
-    assert str(folder) in cli.run("workflow", "query", ident).out
+    assert str(folder) in cli.run("workflow", "query", workflow).out
 
 
-def test_the_dry_runs_scripts_do_by_hand_what_distflow_does(cli: Cli, specs: Path) -> None:
+def test_the_scripts_of_a_dry_run_start_the_same_ranks(cli: Cli, specs: Path) -> None:
     done = cli.run("workflow", "submit", str(specs / "hello_world.yaml"), "--dry-run", "--scripts", str(cli.folder / "by-hand"))
     assert done.code == 0, done.err
     for task, rank in (("master", 0), ("worker", 1)):

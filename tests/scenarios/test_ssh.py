@@ -1,4 +1,4 @@
-"""The same gangs over SSH: three hosts, each with an OpenSSH server and a root of its own; nothing is faked."""
+"""Gangs over SSH: three hosts, each with an OpenSSH server and a root of its own. Nothing is faked."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from distflow.testing.sshd import Sshd, missing_sshd
 from scenarios.conftest import Cli
-from scenarios.lab import GANG, TRAINING, Lab, checkout, pipeline, train
+from scenarios.lab import GANG, TRAINING, Lab, copy_specs, run_pipeline, train
 
 pytestmark = pytest.mark.ssh
 
 
-def test_each_task_of_a_world_has_a_host_of_its_own(lab: Lab) -> None:
+def test_each_task_of_a_gang_has_a_host_of_its_own(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     workflow = lab.submit(go)
     tasks = cli.await_running(workflow)
@@ -39,29 +39,29 @@ def test_a_training_spec_completes_with_each_task_on_its_own_host(
     lab: Lab, repository: Path, name: str, forking_site: str
 ) -> None:
     lab.configure(environment={"PYTHONPATH": forking_site})
-    tasks, finished = train(lab.cli, checkout(lab.cli, repository) / f"{name}.yaml", epochs=6)
+    tasks, finished = train(lab.cli, copy_specs(lab.cli, repository) / f"{name}.yaml", epochs=6)
     assert finished["accuracy"] > 0.95
     assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
 
 
 @pytest.mark.torch
-def test_the_pipeline_hands_its_data_on_from_host_to_host(lab: Lab, repository: Path, forking_site: str) -> None:
-    # Each stage has a host of its own, so that all of its inputs have to come from elsewhere.
+def test_the_pipeline_copies_its_data_from_host_to_host(lab: Lab, repository: Path, forking_site: str) -> None:
+    # No stage runs on the host of its inputs, so all inputs are copied.
     lab.configure(environment={"PYTHONPATH": forking_site})
-    specs = checkout(lab.cli, repository)
+    specs = copy_specs(lab.cli, repository)
     text = (specs / "pipeline.yaml").read_text()
     for task, host in (("prepare", "gpu1"), ("evaluate", "gpu3")):
         text = text.replace(f"    - name: {task}\n", f"    - name: {task}\n      resource: on-{host}\n")
     others = {f"on-{host}": {"nodesExcluded": [f"gpu{i}" for i in (1, 2, 3) if f"gpu{i}" != host]} for host in ("gpu1", "gpu3")}
     resources = {"default": {"nodesExcluded": ["gpu1"]}, **others}
     (specs / "pipeline.yaml").write_text(text.replace("  groups:\n", f"  resources: {json.dumps(resources)}\n  groups:\n", 1))
-    assert pipeline(lab.cli, specs, epochs=6) > 0.95
+    assert run_pipeline(lab.cli, specs, epochs=6) > 0.95
     nodes = {name: task["node_name"] for name, task in lab.cli.tasks("pipeline-1").items()}
     assert nodes == {"prepare": "gpu1", "master": "gpu2", "worker": "gpu3", "evaluate": "gpu3"}
 
 
 def test_hello_world_runs_across_hosts(lab: Lab, repository: Path) -> None:
-    done = lab.cli.run("workflow", "submit", str(checkout(lab.cli, repository) / "hello_world.yaml"), "--wait")
+    done = lab.cli.run("workflow", "submit", str(copy_specs(lab.cli, repository) / "hello_world.yaml"), "--wait")
     assert done.code == 0, done.err
     assert "rank 0 of 2" in done.out
     assert "rank 1 of 2" in done.out
@@ -104,15 +104,15 @@ workflow:
 """
 
 
-def _shown(cli: Cli, pool: str) -> dict[str, Any]:
-    """All that the commands show of a workflow which is canceled, without times, and with names that all pools share."""
+def _output_of_commands(cli: Cli, pool: str) -> dict[str, Any]:
+    """Run and cancel a workflow. Return the output of each command, without times and with the same names for all pools."""
     workflow = cli.submit(cli.spec(PAIR), "--pool", pool)
     cli.await_running(workflow)
     for task in ("master", "worker"):
         cli.await_log(workflow, f"[{task}] rank")
     nodes = {task["node_name"] for task in cli.tasks(workflow).values()}
 
-    def common(text: str) -> str:
+    def normalized(text: str) -> str:
         for name in nodes:
             text = re.sub(rf"\b{name}\b", "NODE", text)
         text = re.sub(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d", "TIME", re.sub(r"\d:\d\d\b", "0:00", text))
@@ -120,7 +120,7 @@ def _shown(cli: Cli, pool: str) -> dict[str, Any]:
         return re.sub(r"\w+ \d+, \d{4} [\d:]+ \w+", "TIME", text.replace(f"pool {pool}", "POOL")).replace(pool, "POOL")
 
     def lines(text: str) -> list[str]:
-        return sorted(" ".join(line.split()) for line in common(text).splitlines())
+        return sorted(" ".join(line.split()) for line in normalized(text).splitlines())
 
     shown: dict[str, Any] = {
         "logs": sorted(cli.logs(workflow).splitlines()),
@@ -128,9 +128,9 @@ def _shown(cli: Cli, pool: str) -> dict[str, Any]:
     }
     shown["tail"] = cli.run("workflow", "logs", workflow, "--task", "worker", "--tail", "3").out.splitlines()
     canceled = cli.run("workflow", "cancel", workflow, "--wait", "60", "-m", "enough")
-    shown["cancel"] = [canceled.code, common(canceled.out), canceled.err]
+    shown["cancel"] = [canceled.code, normalized(canceled.out), canceled.err]
     shown["ended"] = lines(cli.run("workflow", "query", workflow).out)
-    # It is chance which hosts had answered at the first check of the gang.
+    # The hosts that have answered at the first check of the gang vary.
     shown["events"] = [line for line in lines(cli.run("workflow", "events", workflow).out) if "connecting" not in line]
     shown["tasks"] = [
         {name: task[name] for name in ("name", "status", "exit_code", "signal", "ranks", "out_of_reach")}
@@ -140,11 +140,11 @@ def _shown(cli: Cli, pool: str) -> dict[str, Any]:
 
 
 def test_logs_query_events_and_cancel_show_the_same_as_on_this_machine(lab: Lab) -> None:
-    local, remote = _shown(lab.cli, "local"), _shown(lab.cli, "lab")
+    local, remote = _output_of_commands(lab.cli, "local"), _output_of_commands(lab.cli, "lab")
     assert len(local["logs"]) == 602
     assert {task["status"] for task in local["tasks"]} == {"FAILED_CANCELED"}
-    for what, shown in local.items():
-        assert remote[what] == shown, what
+    for command, shown in local.items():
+        assert remote[command] == shown, command
 
 
 PRELUDE = """
@@ -168,7 +168,7 @@ def test_environment_and_setup_of_pool_and_node_reach_the_task(lab: Lab) -> None
     assert "[only] of the node and of the node, then the setup\n" in done.out
 
 
-def test_a_setup_that_fails_ends_the_task_with_its_own_words(lab: Lab) -> None:
+def test_a_setup_that_fails_ends_the_task_with_its_error(lab: Lab) -> None:
     cli = lab.cli
     lab.configure(names=("gpu1",), setup="source /no/such/conda.sh || exit 41")
     done = cli.run("workflow", "submit", cli.spec(PRELUDE), "--wait")
@@ -190,7 +190,7 @@ workflow:
 """
 
 
-def test_a_root_without_exec_runs_all_but_injected_programs(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_noexec_root_runs_everything_except_injected_programs(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
     if why := missing_sshd():
         pytest.skip(why)
     root = cli.folder / "gpu1"
@@ -207,4 +207,4 @@ def test_a_root_without_exec_runs_all_but_injected_programs(cli: Cli, tmp_path_f
         bad = cli.run("workflow", "submit", cli.spec(INJECTED.replace("COMMAND", "/tmp/entry.sh")), "--wait")
         assert bad.code == 1
         assert "is mounted with `noexec`; copy it elsewhere, or start a script with its interpreter" in bad.err, bad.err
-        lab.await_nothing_left()
+        lab.await_no_processes()

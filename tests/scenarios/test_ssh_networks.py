@@ -1,4 +1,4 @@
-"""Hosts with a network of their own, in namespaces: names that mean 127.0.1.1, bastions, links that are cut and healed."""
+"""SSH hosts in network namespaces: names that mean 127.0.1.1, bastions, and links that are cut and healed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distflow.testing.kernel import NetnsHost, Network
 from distflow.testing.sshd import make_key
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
-from scenarios.lab import Lab, checkout, largest_file, train
+from scenarios.lab import Lab, copy_specs, largest_file_size, train
 
 pytestmark = pytest.mark.ssh
 
 CUT_S = 60.0
-"""How long the link is away while four tasks run."""
+"""Seconds for which the link is cut while four tasks run."""
 
 TWO = """
 workflow:
@@ -42,43 +42,43 @@ PLATFORMS = (
     .replace("lead: true", "lead: true\n      resource: first")
     .replace("- name: worker", "- name: worker\n      resource: second")
 )
-"""The master on the node of platform ``first``."""
+"""``TWO`` with the master on the node of platform ``first``."""
 
 
-def _two(lab: Lab, spec: str = TWO) -> tuple[str, Callable[[], None]]:
-    """Submit two tasks on two hosts, and return the workflow with a way to let them end."""
+def _start_two(lab: Lab, spec: str = TWO) -> tuple[str, Callable[[], None]]:
+    """Submit two tasks on two hosts. Return the workflow and a function that lets the tasks end."""
     fifo = lab.cli.folder / "fifo"
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
-    # Open for writing as long as this descriptor is.
+    # While this descriptor is open, `cat` waits for more input.
     held = os.open(fifo, os.O_RDWR)
     workflow = lab.cli.submit(lab.cli.spec(spec.replace("FIFO", str(fifo))))
 
-    def let_go() -> None:
+    def end_tasks() -> None:
         # A task that opens the path only now finds an empty file; in a FIFO, it would wait for a writer.
         empty = fifo.with_name("empty")
         empty.touch()
         empty.replace(fifo)
         os.close(held)
 
-    return workflow, let_go
+    return workflow, end_tasks
 
 
 @pytest.mark.torch
-def test_gloo_trains_where_the_hosts_own_names_mean_127_0_1_1(
+def test_gloo_trains_on_hosts_whose_own_names_mean_127_0_1_1(
     far_lab: Lab, hosts: dict[str, NetnsHost], repository: Path, forking_site: str
 ) -> None:
     far_lab.configure(environment={"PYTHONPATH": forking_site})
-    workflow, let_go = _two(far_lab)
+    workflow, end_tasks = _start_two(far_lab)
     far_lab.cli.await_running(workflow)
-    let_go()
+    end_tasks()
     far_lab.cli.await_status(workflow, "COMPLETED")
     log = far_lab.cli.run("workflow", "logs", workflow).out
     master = hosts[far_lab.cli.tasks(workflow)["master"]["node_name"]]
     for line in (f"[master] {master.hostname}", f"[master] 127.0.1.1       {master.hostname}", "[worker] 127.0.1.1"):
         assert line in log
     assert log.count(f"] {master.address} eth0\n") == 2
-    tasks, finished = train(far_lab.cli, checkout(far_lab.cli, repository) / "pytorch_dist.yaml", epochs=2)
+    tasks, finished = train(far_lab.cli, copy_specs(far_lab.cli, repository) / "pytorch_dist.yaml", epochs=2)
     assert {task["node_name"] for task in tasks.values()} == {"gpu1", "gpu2"}
     assert finished["world_size"] == 2
 
@@ -94,26 +94,26 @@ def test_a_gang_behind_a_bastion_uses_addresses_that_only_the_bastion_reaches(
         for name in ("gpu1", "gpu2")
     }
     lab = Lab(cli, {name: host.sshd for name, host in inner.items()})
-    # One is named by its address; the other by a name that the bastion knows and this machine does not.
+    # The configuration has the address of gpu1, and for gpu2 a name that only the bastion can resolve.
     gpu1, gpu2 = inner["gpu1"], inner["gpu2"]
     with (folder / "hosts").open("a") as file:
         file.write(f"{gpu2.address} gpu2.inner\n")
-    # Of its two addresses, only its sshd knows which one is meant.
+    # gpu2 has two addresses. Only its sshd knows to which one the bastion connected.
     gpu2.add_interface("docker0", "172.17.0.1")
     named = gpu2.sshd.client_stanza(ProxyJump="bastion", HostName="gpu2.inner", HostKeyAlias=gpu2.address)
     lab.ssh_config.write_text(bastion.sshd.client_stanza() + gpu1.sshd.client_stanza(ProxyJump="bastion") + named)
     for first in ("gpu1", "gpu2"):
         lab.configure(nodes={name: {"platform": "first" if name == first else "second"} for name in inner})
-        workflow, let_go = _two(lab, PLATFORMS)
+        workflow, end_tasks = _start_two(lab, PLATFORMS)
         cli.await_running(workflow)
         for task in ("master", "worker"):
             log = cli.await_log(workflow, f"[{task}] {inner[first].address} eth0\n")
-        let_go()
+        end_tasks()
         cli.await_status(workflow, "COMPLETED")
         assert cli.tasks(workflow)["master"]["node_name"] == first
         assert log.count(f"] {inner[first].address} eth0\n") == 2
     assert "Accepted publickey" in bastion.sshd.log.read_text()
-    lab.await_nothing_left()
+    lab.await_no_processes()
 
 
 COUNTING = """
@@ -165,13 +165,13 @@ def test_four_tasks_lose_nothing_when_the_supervisor_is_killed_and_a_link_is_cut
         cli.await_running(workflow)
     cli.kill_supervisor()
     hosts["gpu2"].cut()
-    # Any command that sees unfinished work starts another one, which finds one host and misses the other.
+    # The next command starts another supervisor, which can connect to only one of the hosts.
     for workflow in workflows:
         far_lab.await_message(workflow, "gpu2 has been unreachable since", "RUNNING")
-    there = [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows]
+    received = [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows]
     _pause(CUT_S)
     assert all(cli.query(workflow)["status"] == "RUNNING" for workflow in workflows)
-    assert [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows] == there
+    assert [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows] == received
     hosts["gpu2"].heal()
     for workflow in workflows:
         wait_until(lambda: "unreachable" not in cli.run("workflow", "query", workflow).out, 90)  # noqa: B023
@@ -192,7 +192,7 @@ def test_four_tasks_lose_nothing_when_the_supervisor_is_killed_and_a_link_is_cut
 
 
 def _pause(seconds: float) -> None:
-    """Let time pass: how long something is away is what is tested."""
+    """Wait, because the duration of the cut is part of the test."""
     import threading
 
     threading.Event().wait(seconds)
@@ -211,8 +211,8 @@ def test_a_link_that_loses_every_tenth_packet_ends_nothing_and_loses_no_line(far
         go.touch()
         cli.await_status(workflow, "COMPLETED")
         pytest.skip(f"packets cannot be lost here: {error}")
-    there = len(_numbers(cli.logs(workflow), "master"))
-    wait_until(lambda: len(_numbers(cli.logs(workflow), "master")) > there + 100, 120, "its lines come all the same")
+    received = len(_numbers(cli.logs(workflow), "master"))
+    wait_until(lambda: len(_numbers(cli.logs(workflow), "master")) > received + 100, 120, "lines still arrive")
     go.touch()
     cli.await_status(workflow, "COMPLETED", timeout=120)
     log = cli.logs(workflow)
@@ -222,12 +222,12 @@ def test_a_link_that_loses_every_tenth_packet_ends_nothing_and_loses_no_line(far
     assert sum("started on" in line for line in cli.run("workflow", "events", workflow).out.splitlines()) == 1
 
 
-def test_cancel_of_a_task_out_of_reach_says_so_and_is_done_as_soon_as_it_can_be(
+def test_cancel_reports_an_unreachable_node_and_stops_its_task_when_the_node_answers(
     far_lab: Lab, hosts: dict[str, NetnsHost]
 ) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="2s", node_lost_after="5m")
-    workflow, let_go = _two(far_lab)
+    workflow, end_tasks = _start_two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
     far_lab.await_message(workflow, f"{away} has been unreachable since")
@@ -236,22 +236,22 @@ def test_cancel_of_a_task_out_of_reach_says_so_and_is_done_as_soon_as_it_can_be(
     assert f"{workflow}: canceling\n{workflow}: {away} has been unreachable since" in canceled.out
     assert f"worker may still run on {away} and will be stopped as soon as it responds." in canceled.out
     assert "`node_lost_after` (300 s)" in canceled.out
-    asked = cli.run("workflow", "cancel", workflow, "--wait", "2", "-t", "json")
-    assert asked.code == 3
-    assert f"{away} has been unreachable since" in asked.err
+    waited = cli.run("workflow", "cancel", workflow, "--wait", "2", "-t", "json")
+    assert waited.code == 3
+    assert f"{away} has been unreachable since" in waited.err
     shown = far_lab.await_message(workflow, "STOPPING", f"{away} has been unreachable")
     assert "FAILED_CANCELED" in shown
     hosts[away].heal()
     answer = cli.await_status(workflow, "FAILED_CANCELED", timeout=90)
     assert [task["status"] for task in answer["groups"][0]["tasks"]] == ["FAILED_CANCELED"] * 2
     assert "unreachable since" not in cli.run("workflow", "query", workflow).out
-    let_go()
+    end_tasks()
 
 
 def test_a_canceled_task_on_an_unreachable_node_is_reported_at_the_end(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="2s", node_lost_after="8s")
-    workflow, _ = _two(far_lab)
+    workflow, _ = _start_two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
     far_lab.await_message(workflow, f"{away} has been unreachable since")
@@ -262,21 +262,21 @@ def test_a_canceled_task_on_an_unreachable_node_is_reported_at_the_end(far_lab: 
     assert "it may still run there" in canceled.err
     assert cli.query(workflow)["status"] == "FAILED_CANCELED"
     hosts[away].heal()
-    far_lab.await_stray_end(workflow, "worker")
+    far_lab.await_abandoned_attempt_end(workflow, "worker")
 
 
 def test_a_link_that_is_back_in_time_loses_no_node(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
-    # Longer than it takes to notice the silence, and shorter than one try to connect after that.
+    # `node_lost_after` is longer than the detection of the silence, and shorter than one attempt to connect.
     far_lab.configure(connect_timeout="30s", node_lost_after="25s")
-    workflow, let_go = _two(far_lab)
+    workflow, end_tasks = _start_two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
     begun = time.monotonic()
     far_lab.await_message(workflow, f"{away} has been unreachable since")
     wait_until(lambda: time.monotonic() > begun + 12.0, 20)
     hosts[away].heal()
-    let_go()
+    end_tasks()
     cli.await_status(workflow, "COMPLETED", timeout=60)
 
 
@@ -312,18 +312,18 @@ def test_a_host_that_dies_while_files_are_sent_ends_the_start_and_is_named(far_l
     far_lab.configure(connect_timeout="2s", start_barrier="25s", node_lost_after="5m")
     (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
     workflow = cli.submit(cli.spec(BLOB))
-    wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
+    wait_until(lambda: largest_file_size(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
-    assert largest_file(cli.folder / "gpu2") < 48 << 20
+    assert largest_file_size(cli.folder / "gpu2") < 48 << 20
     far_lab.await_message(workflow, "gpu2 has been unreachable since", "INITIALIZING")
-    answer = wait_until(lambda: _stopping(cli, workflow), 60)
-    assert "gpu2" in answer
+    message = wait_until(lambda: _message_when_stopping(cli, workflow), 60)
+    assert "gpu2" in message
     hosts["gpu2"].heal()
     ended = cli.await_status(workflow, "FAILED_START_TIMEOUT", timeout=90)
     assert "not ready within 25 s" in ended["groups"][0]["message"]
 
 
-def _stopping(cli: Cli, workflow: str) -> str:
+def _message_when_stopping(cli: Cli, workflow: str) -> str:
     group = cli.query(workflow)["groups"][0]
     return str(group["message"]) if group["state"] in ("STOPPING", "FAILED") else ""
 
@@ -333,7 +333,7 @@ def test_files_that_were_cut_off_are_sent_again_when_the_host_comes_back(far_lab
     far_lab.configure(connect_timeout="2s")
     (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 192)
     workflow = cli.submit(cli.spec(BLOB))
-    wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
+    wait_until(lambda: largest_file_size(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
     far_lab.await_message(workflow, "gpu2 has been unreachable since")
     hosts["gpu2"].heal()
@@ -344,7 +344,7 @@ def test_files_that_were_cut_off_are_sent_again_when_the_host_comes_back(far_lab
 def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="2s", node_lost_after="8s")
-    workflow, _ = _two(far_lab)
+    workflow, _ = _start_two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
     far_lab.await_message(workflow, f"{away} has been unreachable since", "RUNNING")
@@ -354,22 +354,22 @@ def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far
     assert f"{away} has been unreachable for" in cause["message"]
     assert cli.tasks(workflow)["master"]["status"] == "FAILED"
     assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
-    # The task there was not stopped, because it could not be reached; it is stopped as soon as it can.
+    # The task on the unreachable host still runs. It is stopped when the host answers again.
     cli.kill_supervisor()
     hosts[away].heal()
     assert cli.submit(cli.spec(OTHER))
-    far_lab.await_stray_end(workflow, "worker")
+    far_lab.await_abandoned_attempt_end(workflow, "worker")
 
 
-def test_an_address_at_which_packets_vanish_is_waited_for(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+def test_a_gang_waits_for_a_host_whose_packets_are_lost(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="1s")
     hosts["gpu2"].cut()
-    workflow, let_go = _two(far_lab)
+    workflow, end_tasks = _start_two(far_lab)
     far_lab.await_message(
         workflow, "Waiting for nodes:", f"gpu2: {hosts['gpu2'].sshd.user}@{hosts['gpu2'].address}:22 did not answer within 1 s"
     )
     hosts["gpu2"].heal()
     cli.await_running(workflow)
-    let_go()
+    end_tasks()
     cli.await_status(workflow, "COMPLETED")

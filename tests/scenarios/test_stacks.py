@@ -1,4 +1,4 @@
-"""A gang of which one rank hangs elsewhere: it is named, from another machine."""
+"""`workflow stacks` names the rank that is in another function than the others, and `hang_timeout` reports silent gangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ workflow:
 """
 
 
-def test_the_rank_that_is_elsewhere_is_named(lab: Lab) -> None:
+def test_stacks_name_the_rank_that_is_in_another_function(lab: Lab) -> None:
     cli: Cli = lab.cli
     workflow = cli.submit(cli.spec(HANGS))
     cli.await_running(workflow)
@@ -55,13 +55,13 @@ def test_the_rank_that_is_elsewhere_is_named(lab: Lab) -> None:
     last = done.out.splitlines()[-1]
     assert last.startswith("different from most: worker on ")
     assert last.endswith(", rank 3)")
-    one = json.loads(cli.run("workflow", "stacks", workflow, "--task", "worker", "--format-type", "json").out)
-    assert [task["task"] for task in one["tasks"]] == ["worker"]
-    node = one["tasks"][0]["node"]
+    worker = json.loads(cli.run("workflow", "stacks", workflow, "--task", "worker", "--format-type", "json").out)
+    assert [task["task"] for task in worker["tasks"]] == ["worker"]
+    node = worker["tasks"][0]["node"]
     lab.servers[node].stop()
-    half = cli.run("workflow", "stacks", workflow)
-    assert half.code == 0
-    assert "worker: no stacks: " in half.out
+    partial = cli.run("workflow", "stacks", workflow)
+    assert partial.code == 0
+    assert "worker: no stacks: " in partial.out
     lab.servers[node].start()
     assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
     ended = cli.run("workflow", "stacks", workflow)
@@ -81,9 +81,9 @@ workflow:
 def test_a_gang_that_may_hang_is_reported_and_not_ended(cli: Cli) -> None:
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(SILENT.replace("GO", str(go))))
-    said = "one-group: may hang: no task has printed anything or sent a heartbeat for 2 s (hang_timeout); "
-    said += "to show the stacks of its processes: "
-    wait_until(lambda: said in cli.run("workflow", "events", workflow).out, 60)
+    message = "one-group: may hang: no task has printed anything or sent a heartbeat for 2 s (hang_timeout); "
+    message += "to show the stacks of its processes: "
+    wait_until(lambda: message in cli.run("workflow", "events", workflow).out, 60)
     assert "may hang" in cli.run("workflow", "query", workflow).out
     go.touch()
     cli.await_status(workflow, "COMPLETED")
@@ -110,12 +110,12 @@ workflow:
 """
 
 
-def test_a_heartbeat_is_a_sign_of_life_until_it_stops(cli: Cli) -> None:
+def test_a_heartbeat_prevents_the_report_of_a_hang_until_it_stops(cli: Cli) -> None:
     cli.configure(ping="1s")
     mark = cli.folder / "mark"
     workflow = cli.submit(cli.spec(BEATS.replace("MARK", str(mark))))
     wait_until(mark.exists, 60)
-    # Ten seconds without output, of which six are allowed.
+    # The task has printed nothing for 10 s, and `hang_timeout` is 6 s.
     assert "may hang" not in cli.run("workflow", "events", workflow).out
     assert cli.logs(workflow) == ""
     wait_until(lambda: "may hang" in cli.run("workflow", "events", workflow).out, 60)
@@ -152,10 +152,10 @@ workflow:
 
 
 @pytest.mark.torch
-def test_ranks_of_distflow_train_need_no_tool(cli: Cli) -> None:
+def test_stacks_of_distflow_train_need_no_py_spy(cli: Cli) -> None:
     if sys.prefix == sys.base_prefix:
-        pytest.skip("py-spy may be next to this Python: only a virtual environment can be had without it")
-    # The same environment, without its tools.
+        pytest.skip("py-spy may be next to this Python: only a virtual environment can be copied without it")
+    # The same virtual environment, without its programs.
     bare = cli.folder / "venv"
     (bare / "bin").mkdir(parents=True)
     (bare / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
@@ -164,8 +164,8 @@ def test_ranks_of_distflow_train_need_no_tool(cli: Cli) -> None:
     cli.configure(python=bare / "bin" / "python3", environment="{PATH: /usr/bin:/bin}")
     workflow = cli.submit(cli.spec(RANKS))
     wait_until(lambda: cli.logs(workflow).count('"step": 1') == 2, 120)
-    seen = json.loads(cli.run("workflow", "stacks", workflow, "--format-type", "json").out)["tasks"][0]
-    if seen["tool"]:
+    stacks = json.loads(cli.run("workflow", "stacks", workflow, "--format-type", "json").out)["tasks"][0]
+    if stacks["tool"]:
         cli.run("workflow", "cancel", workflow, "--force", "--wait", "60")
         pytest.skip("the node's own PATH has py-spy")
 
@@ -212,10 +212,10 @@ def test_the_rank_that_others_wait_for_in_a_collective_is_named(cli: Cli, forkin
     cli.configure(environment={"PYTHONPATH": forking_site})
     workflow = cli.submit(cli.spec(COLLECTIVES))
     wait_until(lambda: cli.logs(workflow).count('"step": 1') == 3, 120)
-    both = "in all_reduce, collective 2: ranks 0, 2\n"
-    wait_until(lambda: both in cli.run("workflow", "stacks", workflow).out, 60)
+    waiting = "in all_reduce, collective 2: ranks 0, 2\n"
+    wait_until(lambda: waiting in cli.run("workflow", "stacks", workflow).out, 60)
     shown = cli.run("workflow", "stacks", workflow).out
-    assert f"process group 0 default_pg, ranks 0-2\n    {both}    after all_reduce, collective 1: rank 1\n" in shown
+    assert f"process group 0 default_pg, ranks 0-2\n    {waiting}    after all_reduce, collective 1: rank 1\n" in shown
     assert "\n  ranks 0, 2 wait in all_reduce for rank 1 (one on local)\n" in shown
     (task,) = json.loads(cli.run("workflow", "stacks", workflow, "--format-type", "json").out)["tasks"]
     assert [(one["rank"], one["groups"][0]["entered"]) for one in task["collectives"]] == [(0, 2), (1, 1), (2, 2)]

@@ -1,4 +1,7 @@
-"""Three stages on three hosts: prepare, train two nodes as one world, evaluate; one failure, and a resume from a checkpoint."""
+"""A workflow of three stages on three hosts: prepare, train on two nodes, and evaluate.
+
+One rank fails, and the training continues from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
 TRAIN = '''
-"""Fits y = 3x by gradient descent, one rank a task; rank 0 writes the model after each step."""
+"""Fits y = 3x by gradient descent, with one rank in each task; rank 0 writes the model after each step."""
 import os, pathlib, sys
 import torch, torch.distributed as dist
 
@@ -80,7 +83,9 @@ workflow:
 
 
 @pytest.mark.torch
-def test_prepare_train_with_a_failure_and_evaluate(lab: Lab, cli: Cli, s3: S3Server, tmp_path: Path) -> None:
+def test_a_workflow_of_three_stages_continues_from_a_checkpoint_after_a_failure(
+    lab: Lab, cli: Cli, s3: S3Server, tmp_path: Path
+) -> None:
     assert len(lab.servers) == 3
     bucket = s3.bucket("b")
     (cli.folder / "train.py").write_text(TRAIN)
@@ -103,7 +108,7 @@ def test_prepare_train_with_a_failure_and_evaluate(lab: Lab, cli: Cli, s3: S3Ser
     (dataset,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
     assert dataset["name"] == "line"
     events = cli.run("workflow", "events", "story-1").out
-    told = [
+    expected = [
         "[prepare] its output was copied to this machine: ",
         "[worker] FAILED: exit code 75",
         "[worker] its checkpoint is at file://",
@@ -113,6 +118,6 @@ def test_prepare_train_with_a_failure_and_evaluate(lab: Lab, cli: Cli, s3: S3Ser
         "[evaluate] its input is fetched by its node: s3://b/story-1/master",
         "workflow story-1: COMPLETED",
     ]
-    places = [events.find(words) for words in told]
-    assert -1 not in places, (told[places.index(-1)], events)
-    assert places == sorted(places), events
+    positions = [events.find(words) for words in expected]
+    assert -1 not in positions, (expected[positions.index(-1)], events)
+    assert positions == sorted(positions), events

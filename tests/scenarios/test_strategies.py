@@ -1,7 +1,7 @@
 """The sample of docs/strategies.md trains under every strategy: only the kind in the spec changes.
 
-Its ranks have different samples and it steps by the gradient itself (SGD), so that the loss over all samples would be another
-one if gradients were summed, or not brought together at all.
+Its ranks have different samples, and its optimizer is SGD. The loss over all samples would therefore differ if gradients were
+summed instead of averaged, or not reduced at all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from scenarios.lab import json_lines
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "pipeline": 2, "hybrid, tp_size: 2": 4}
-"""The end of ``{kind:`` → ranks."""
+"""The text after ``kind:`` in the spec → the number of ranks."""
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
-def test_the_sample_of_the_page_trains_alike_under_every_strategy(cli: Cli, forking_site: str) -> None:
+def test_the_sample_of_the_page_has_the_same_loss_under_every_strategy(cli: Cli, forking_site: str) -> None:
     found = re.search(r"<!-- file: sharded.yaml -->\n```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     spec = found[1]

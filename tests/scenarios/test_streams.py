@@ -1,4 +1,4 @@
-"""Standard streams as scripts, terminals and other programs leave them: whatever they are, no command takes it for a bug."""
+"""Streams that are closed, full or without a reader, and text that is not UTF-8: no command reports an internal error."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ def test_streams_may_be_closed(cli: Cli, closed: str) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_spec_from_a_closed_input_is_an_empty_one(cli: Cli) -> None:
+def test_a_spec_from_a_closed_input_is_empty(cli: Cli) -> None:
     done = _run(cli, "workflow", "validate", "-", shell='"$@" <&-')
     assert done.returncode == 2
     assert "the document is empty" in done.stderr
 
 
-def test_a_closed_reader_is_not_a_failure(cli: Cli) -> None:
+def test_a_reader_that_has_exited_is_not_a_failure(cli: Cli) -> None:
     # More than fits into any buffer, so that the write itself fails.
     assert _run(cli, "schema", shell='"$@" | :').returncode == 0
 
 
-def test_a_workflow_runs_whether_or_not_somebody_reads_its_id(cli: Cli) -> None:
+def test_a_workflow_runs_although_the_reader_of_its_id_has_exited(cli: Cli) -> None:
     (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: ['true']}]}\n")
     with _without_reader(cli, "workflow", "submit", "spec.yaml") as process:
         assert process.wait(60) == 0
-    # Any command would start a supervisor.
+    # The test reads the store itself, because any command would start a supervisor.
     with Store(StateDirectory(cli.state).store) as store:
         wait_until(lambda: store.find("w-1").state is WorkflowState.COMPLETED, timeout_s=60)
 
 
-def test_all_are_canceled_whether_or_not_somebody_reads_it(cli: Cli) -> None:
+def test_all_workflows_are_canceled_although_the_reader_has_exited(cli: Cli) -> None:
     path = cli.folder / "spec.yaml"
     path.write_text("workflow: {name: w, tasks: [{name: t, command: [sleep, '600']}]}\n")
     ids = [cli.submit(str(path)) for _ in range(3)]
@@ -88,16 +88,16 @@ def test_the_exit_code_does_not_depend_on_a_reader(cli: Cli) -> None:
 @pytest.mark.parametrize("command", [["workflow", "list"], ["schema"], ["workflow", "query", "--help"]])
 def test_a_full_disk_for_the_output_is_not_reported_as_a_bug(cli: Cli, command: list[str]) -> None:
     done = _run(cli, *command, shell='"$@" > /dev/full')
-    said = "error: standard output: No space left on device; free some space and try again\n"
-    assert (done.returncode, done.stderr) == (5, said)
+    message = "error: standard output: No space left on device; free some space and try again\n"
+    assert (done.returncode, done.stderr) == (5, message)
 
 
-def test_an_exit_code_replaces_output_that_cannot_be_written(cli: Cli) -> None:
+def test_the_exit_code_is_kept_when_errors_cannot_be_written(cli: Cli) -> None:
     for streams in ("2> /dev/full", "> /dev/full 2>&1", "> /dev/full 2>&-"):
         assert _run(cli, "workflow", "query", "w-9", "-t", "json", shell=f'"$@" {streams}').returncode == 2
 
 
-def test_wait_does_not_report_an_unseen_completion(cli: Cli) -> None:
+def test_wait_exits_with_4_when_the_reader_of_the_logs_exits(cli: Cli) -> None:
     path = cli.folder / "spec.yaml"
     path.write_text("workflow: {name: w, tasks: [{name: t, command: [sh, -c, 'while :; do echo x; sleep 0.1; done']}]}\n")
     process = cli.start("workflow", "submit", str(path), "--wait")
@@ -118,8 +118,8 @@ def test_characters_outside_the_output_encoding_are_escaped(cli: Cli) -> None:
     assert "gr\\xf6\\xdfe" in done.stdout
 
 
-def test_a_workflow_is_shown_with_any_metrics(cli: Cli) -> None:
-    # Half of a character that takes two, as JSON can write it and no encoding can.
+def test_a_metric_with_half_a_surrogate_pair_is_shown(cli: Cli) -> None:
+    # Half of a surrogate pair: JSON can represent it, and no encoding can.
     command = """[echo, '{"step": 1, "text": "\\ud83d"}']"""
     (cli.folder / "spec.yaml").write_text(f"workflow: {{name: w, tasks: [{{name: t, command: {command}}}]}}\n")
     assert _run(cli, "workflow", "submit", "spec.yaml", "--wait").returncode == 0
@@ -137,7 +137,7 @@ def test_files_are_utf_8_in_any_locale(cli: Cli) -> None:
     assert "größe" in (cli.folder / "scripts" / "t.sh").read_text(encoding="utf-8")
 
 
-def test_names_of_files_that_are_not_text_are_listed(cli: Cli) -> None:
+def test_file_names_that_are_not_utf_8_are_listed(cli: Cli) -> None:
     folder = cli.folder / "data"
     folder.mkdir()
     (folder / "caf\udce9").touch()
@@ -147,7 +147,7 @@ def test_names_of_files_that_are_not_text_are_listed(cli: Cli) -> None:
     assert (cli.folder / "list.txt").read_bytes() == b"caf\xe9\n"
 
 
-def test_directories_that_are_not_there_are_named(cli: Cli) -> None:
+def test_missing_directories_are_reported(cli: Cli) -> None:
     path = cli.folder / "spec.yaml"
     path.write_text("workflow: {name: w, tasks: [{name: t, command: ['true']}]}\n")
     done = _run(cli, "workflow", "submit", str(path), "--dry-run", "--scripts", "/dev/null/x")
@@ -157,24 +157,24 @@ def test_directories_that_are_not_there_are_named(cli: Cli) -> None:
 
 
 def test_an_end_of_input_is_not_a_value_for_a_credential(cli: Cli) -> None:
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "distflow", "credential", "set", "wandb", "--payload-file", "key=-"]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=cli.environment, cwd=cli.folder, start_new_session=True
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=cli.environment, cwd=cli.folder, start_new_session=True
     )
-    os.close(theirs)
-    said = bytearray()
+    os.close(terminal)
+    output = bytearray()
 
     def read() -> bool:
         try:
-            said.extend(os.read(ours, 4096))
+            output.extend(os.read(controller, 4096))
         except OSError:
-            return True  # it has hung up
-        return b"key: " in said
+            return True  # the command has closed the terminal
+        return b"key: " in output
 
     wait_until(read, timeout_s=30)
-    os.write(ours, b"\x04")
+    os.write(controller, b"\x04")
     wait_until(lambda: read() and process.poll() is not None, timeout_s=30)
-    os.close(ours)
+    os.close(controller)
     assert process.wait() == 2
-    assert b"no value was given" in said
+    assert b"no value was given" in output

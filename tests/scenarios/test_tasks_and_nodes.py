@@ -1,4 +1,4 @@
-"""What runs, across workflows, and what nodes have left."""
+"""`task list`, `resource list` and `pool list`: tasks of all workflows, and used and free resources of nodes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     ]
     assert cli.run("task", "list", "-S").out.splitlines()[-1].split()[2:] == ["HIGH", "0", "4", "3", "2"]
 
-    # How much memory this machine has, the pool knows of itself.
+    # The configuration does not set the memory of the node, so the list shows this machine's.
     shown = cli.run("resource", "list")
     name, pool, platform, cpus, memory, gpus, tasks = shown.out.splitlines()[-2].split()
     assert (name, pool, platform, cpus, gpus, tasks) == ("local", "local", "-", "6/64", "3/3", "3")
@@ -62,7 +62,7 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     )
     assert json.loads(cli.run("resource", "list", "--platform", "h100", "-t", "json").out) == {"resources": []}
 
-    # The node itself says who holds what, also to somebody who has another record.
+    # With `--live`, the node reports its leases, also to a user with another state directory.
     live = cli.run("resource", "list", "--live")
     assert live.code == 0, live.err
     held = sorted(line.split() for line in live.out.splitlines()[-3:])
@@ -74,12 +74,12 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     assert sorted(gpu for one in node["holders"] for gpu in one["gpus"]) == [0, 1, 2]
     assert {one["workflow_id"] for one in node["holders"]} == {"first-1", "second-1"}
     assert (node["foreign"], node["error"]) == ([], None)
-    mine, cli.environment["DISTFLOW_STATE"] = cli.environment["DISTFLOW_STATE"], str(cli.folder / "other")
+    state, cli.environment["DISTFLOW_STATE"] = cli.environment["DISTFLOW_STATE"], str(cli.folder / "other")
     (node,) = json.loads(cli.run("resource", "list", "--live", "-t", "json").out)["resources"]
     assert {one["workflow_id"] for one in node["holders"]} == {None}
     assert {one["label"] for one in node["holders"]} == {"first-1/one", "first-1/two", "second-1/one"}
     assert node["usage_fields"]["gpu"] == 0
-    cli.environment["DISTFLOW_STATE"] = mine
+    cli.environment["DISTFLOW_STATE"] = state
     (pool,) = json.loads(cli.run("pool", "list", "-t", "json").out)["pools"]
     assert pool["nodes"][0]["usage_fields"] == {"cpu": 6, "memory": 3 * 1536 * 2**20, "gpu": 3}
     assert cli.run("pool", "list", "--mode", "free").out.splitlines()[-1].split()[4:6] == ["0", "58"]
@@ -89,11 +89,11 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     assert _rows(cli) == []
     assert _rows(cli, "-s", "COMPLETED", "-c", "1") == [("second-1", "two", "COMPLETED")]
     assert json.loads(cli.run("resource", "list", "-t", "json").out)["resources"][0]["tasks"] == []
-    for arguments, words in (
+    for arguments, message in (
         (["task", "list", "-s", "RUNING"], "did you mean `RUNNING`?"),
         (["task", "list", "-v", "-S"], "cannot be combined"),
         (["resource", "list", "-p", "nowhere"], "there is no pool `nowhere`"),
         (["resource", "list", "-p", "local", "--all"], "cannot be combined"),
     ):
         done = cli.run(*arguments)
-        assert (done.code, words in done.err) == (2, True), done.err
+        assert (done.code, message in done.err) == (2, True), done.err

@@ -1,4 +1,4 @@
-"""Gangs whose tasks stand near each other, on hosts behind sshd."""
+"""Gangs whose tasks request the same rack, on SSH hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ workflow:
 """
 
 
-def test_tasks_stand_in_one_rack_or_are_refused_or_are_spread_as_the_spec_says(lab: Lab, cli: Cli) -> None:
+def test_one_rack_is_enforced_if_required_and_not_if_preferred(lab: Lab, cli: Cli) -> None:
     first, *rest = lab.servers
     lab.configure(nodes={first: {"labels": {"rack": "r1"}}, **{name: {"labels": {"rack": "r2"}} for name in rest}})
     done = cli.run("workflow", "submit", cli.spec(SPEC.replace("COUNT", "1").replace("HOW", "required")), "--wait")

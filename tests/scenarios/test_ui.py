@@ -63,7 +63,8 @@ SECTIONS = ("", "/logs", "/metrics", "/events", "/diagnosis", "/outputs", "/stac
 def visit(page: Page, url: str) -> None:
     """Open a URL, as if in a new tab.
 
-    Chromium aborts all requests when a network interface appears or goes, as other tests let them, and shows a page of its own.
+    Chromium aborts all requests when a network interface appears or disappears, as in other tests, and shows its
+    own page.
     """
     from playwright.sync_api import Error
 
@@ -80,8 +81,8 @@ def visit(page: Page, url: str) -> None:
     wait_until(is_open, 60, f"{url} is open")
 
 
-def turn(page: Page, fragment: str) -> None:
-    """Let an open page show another fragment, as a click on a link does."""
+def show_fragment(page: Page, fragment: str) -> None:
+    """Show another fragment in the open page, as a click on a link does."""
     page.evaluate("fragment => { location.hash = fragment; }", fragment)
     page.wait_for_selector(f'html[data-ready="{fragment}"]', state="attached")
 
@@ -94,7 +95,7 @@ class Ui:
         self.origin, _, self.token = url.partition("/?token=")
         self.page = page
         self.errors: list[str] = []
-        self.expects_missing = False  # whether a test asks for what does not exist, which Chromium reports as an error
+        self.expects_missing = False  # whether the test requests a missing resource, which Chromium reports as an error
         page.on(
             "response", lambda answer: self.errors.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None
         )
@@ -112,8 +113,8 @@ class Ui:
         self.page.wait_for_selector("html[data-ready]", state="attached")
         return self.page
 
-    def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
-        """Send a request with other means than the browser. Without headers, it has the token."""
+    def request(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
+        """Send a request without the browser. If no headers are given, it has the token."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()} or {"Authorization": f"Bearer {self.token}"}
         request = urllib.request.Request(self.origin + path, method=method, headers=sent)
         try:
@@ -154,12 +155,12 @@ def serving(cli: Cli, browser: Page, *options: str) -> Iterator[Ui]:
 
 @pytest.fixture
 def ui(cli: Cli, browser: Page) -> Iterator[Ui]:
-    """A page that can only read."""
+    """A server whose page has no actions, and a browser."""
     with serving(cli, browser) as made:
         yield made
 
 
-def start(cli: Cli, name: str = "gang") -> tuple[str, Path]:
+def start_training(cli: Cli, name: str = "gang") -> tuple[str, Path]:
     """Start a training of two tasks, and return its id and the file that ends it."""
     go = cli.folder / f"{name}.go"
     workflow = cli.submit(cli.spec(TRAINING.replace("GO", str(go)).replace("NAME", name), f"{name}.yaml"))
@@ -167,16 +168,16 @@ def start(cli: Cli, name: str = "gang") -> tuple[str, Path]:
     return workflow, go
 
 
-def failed(cli: Cli) -> str:
-    """Return a training whose worker failed."""
-    workflow, go = start(cli, "failing")
+def fail_training(cli: Cli) -> str:
+    """Start a training whose worker fails, wait for its end, and return its id."""
+    workflow, go = start_training(cli, "failing")
     go.write_text("fail")
     cli.await_status(workflow, "FAILED")
     return workflow
 
 
 def test_a_running_training_is_shown_live(cli: Cli, ui: Ui) -> None:
-    workflow, go = start(cli)
+    workflow, go = start_training(cli)
     page = ui.open(f"#/workflows/{workflow}")
     page.wait_for_selector(".badge.live >> text=running")
     assert page.locator(".ranks li").all_inner_texts() == ["0", "1"]
@@ -202,7 +203,7 @@ def test_a_running_training_is_shown_live(cli: Cli, ui: Ui) -> None:
 
 
 def test_a_failure_is_shown_with_its_line(cli: Cli, ui: Ui) -> None:
-    workflow = failed(cli)
+    workflow = fail_training(cli)
     page = ui.open(f"#/workflows/{workflow}")
     cause = page.locator(".cause").inner_text()
     assert "worker" in cause
@@ -218,7 +219,7 @@ def test_a_failure_is_shown_with_its_line(cli: Cli, ui: Ui) -> None:
 
 
 def test_workflows_are_filtered(cli: Cli, ui: Ui) -> None:
-    failing, (running, go) = failed(cli), start(cli, "other")
+    failing, (running, go) = fail_training(cli), start_training(cli, "other")
     page = ui.open()
 
     def listed() -> list[str]:
@@ -273,8 +274,8 @@ def test_a_log_of_100_000_lines_can_be_searched(cli: Cli, ui: Ui) -> None:
     page.wait_for_selector("text=there is no workflow `missing-1`")
 
 
-def test_a_list_of_many_workflows_is_drawn_at_once(cli: Cli, ui: Ui) -> None:
-    workflow, go = start(cli)
+def test_a_list_of_many_workflows_is_drawn_within_a_second(cli: Cli, ui: Ui) -> None:
+    workflow, go = start_training(cli)
     go.touch()
     cli.await_status(workflow, "COMPLETED")
     copy_workflow(cli.state / "distflow.sqlite3", 1203)
@@ -288,7 +289,7 @@ def test_a_list_of_many_workflows_is_drawn_at_once(cli: Cli, ui: Ui) -> None:
     page.fill("input[type=search]", "gang-417")
     wait_until(lambda: page.locator("tbody th").all_inner_texts() == ["gang-417"], 10)
     paints = []
-    for _ in range(3):  # other tests may use the machine meanwhile
+    for _ in range(3):  # other tests may slow down the machine meanwhile
         visit(page, ui.origin)
         page.wait_for_selector("tbody tr")
         paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
@@ -310,7 +311,7 @@ def copy_workflow(store: Path, count: int) -> None:
 
 
 def test_charts_are_zoomed_and_compared(cli: Cli, ui: Ui) -> None:
-    (first, go), other = start(cli), failed(cli)
+    (first, go), other = start_training(cli), fail_training(cli)
     page = ui.open(f"#/workflows/{first}/metrics")
     card = page.locator(".chart").first
     card.locator("canvas").wait_for()
@@ -334,7 +335,7 @@ def test_charts_are_zoomed_and_compared(cli: Cli, ui: Ui) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector(f".legend >> text={other}")
     assert page.url.endswith(f"?with={other}")
-    ui.expects_missing = True  # at each change of the run, the page asks for both again
+    ui.expects_missing = True  # the page requests both runs again at each change
     page.fill("[aria-label='Compare with a run']", "missing-1")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=there is no workflow `missing-1`")
@@ -343,7 +344,7 @@ def test_charts_are_zoomed_and_compared(cli: Cli, ui: Ui) -> None:
 
 
 def test_a_page_with_actions_cancels_and_restarts(cli: Cli, browser: Page) -> None:
-    workflow, _ = start(cli)
+    workflow, _ = start_training(cli)
     with serving(cli, browser, "--actions") as ui:
         page = ui.open(f"#/workflows/{workflow}")
         page.click("main button >> text=Cancel")
@@ -359,33 +360,33 @@ def test_a_page_with_actions_cancels_and_restarts(cli: Cli, browser: Page) -> No
 
 
 def test_a_page_without_actions_changes_nothing(cli: Cli, ui: Ui) -> None:
-    workflow, go = start(cli)
+    workflow, go = start_training(cli)
     page = ui.open(f"#/workflows/{workflow}")
     assert page.locator("main button").count() == 0
     bearer = {"Authorization": f"Bearer {ui.token}", "Origin": ui.origin}
-    assert ui.ask(f"/api/workflows/{workflow}/cancel", method="POST", **bearer)[0] == 404
+    assert ui.request(f"/api/workflows/{workflow}/cancel", method="POST", **bearer)[0] == 404
     go.touch()
     cli.await_status(workflow, "COMPLETED")
 
 
 def test_requests_without_the_token_or_from_other_sites_are_refused(cli: Cli, browser: Page) -> None:
-    workflow, go = start(cli)
+    workflow, go = start_training(cli)
     with serving(cli, browser, "--actions") as ui:
         good = {"Authorization": f"Bearer {ui.token}"}
         port = ui.origin.rpartition(":")[2]
         for path in ("/", "/static/main.js", "/api/about", "/api/workflows", "/?token=wrong", "/?token="):
-            assert ui.ask(path, Accept="*/*")[0] == 403, path
-        assert ui.ask("/api/about", **good)[0] == 200
+            assert ui.request(path, Accept="*/*")[0] == 403, path
+        assert ui.request("/api/about", **good)[0] == 200
         for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}", ""):
-            assert ui.ask("/api/about", Host=host, **good)[0] == 403, host
+            assert ui.request("/api/about", Host=host, **good)[0] == 403, host
         for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"https://127.0.0.1:{port}"):
-            assert ui.ask("/api/about", Origin=origin, **good)[0] == 403, origin
-            assert ui.ask(f"/api/workflows/{workflow}/cancel", method="POST", Origin=origin, **good)[0] == 403, origin
-        assert ui.ask(f"/api/workflows/{workflow}/cancel", method="POST", **good)[0] == 403  # without an origin
+            assert ui.request("/api/about", Origin=origin, **good)[0] == 403, origin
+            assert ui.request(f"/api/workflows/{workflow}/cancel", method="POST", Origin=origin, **good)[0] == 403, origin
+        assert ui.request(f"/api/workflows/{workflow}/cancel", method="POST", **good)[0] == 403  # without an origin
         for site in ("cross-site", "same-site"):
-            assert ui.ask("/api/about", Sec_Fetch_Site=site, **good)[0] == 403
-        assert ui.ask("/static/../server.py", **good)[0] == 404
-        assert ui.ask("/static/..%2fserver.py", **good)[0] == 404
+            assert ui.request("/api/about", Sec_Fetch_Site=site, **good)[0] == 403
+        assert ui.request("/static/../server.py", **good)[0] == 404
+        assert ui.request("/static/..%2fserver.py", **good)[0] == 404
         # A page of another site, in the browser that has the cookie.
         page = browser.context.new_page()
         page.route("http://evil.example/", lambda route: route.fulfill(body="<h1>evil</h1>", content_type="text/html"))
@@ -427,14 +428,14 @@ workflow:
     report = cli.folder / "evil.html"
     assert cli.run("workflow", "report", workflow, "-o", str(report)).code == 0
     check_evil_sections(ui.open(), workflow)
-    with asking_for_nothing(browser, report):
+    with without_other_requests(browser, report):
         check_evil_sections(show_report(browser, report), workflow)
 
 
 def check_evil_sections(page: Page, workflow: str) -> None:
     """Check that each section of the open page shows ``EVIL`` as text."""
     for section in SECTIONS:
-        turn(page, f"#/workflows/{workflow}{section}")
+        show_fragment(page, f"#/workflows/{workflow}{section}")
         page.wait_for_timeout(200)
         assert page.locator(".body").inner_text().strip(), section
         assert page.evaluate("typeof hacked") == "undefined"
@@ -449,28 +450,28 @@ def check_evil_sections(page: Page, workflow: str) -> None:
 
 def show_report(page: Page, path: Path, fragment: str = "") -> Page:
     """Open a report from the disk."""
-    with asking_for_nothing(page, path):
+    with without_other_requests(page, path):
         visit(page, path.as_uri() + fragment)
         page.wait_for_selector("html[data-ready]", state="attached")
     return page
 
 
 @contextmanager
-def asking_for_nothing(page: Page, report: Path) -> Iterator[None]:
-    """Check that the page of a report asks for nothing but the report."""
-    asked: list[str] = []
+def without_other_requests(page: Page, report: Path) -> Iterator[None]:
+    """Check that the page of a report requests only the report."""
+    urls: list[str] = []
 
-    def note(request: Any) -> None:
-        asked.append(request.url)
+    def record_url(request: Any) -> None:
+        urls.append(request.url)
 
-    page.on("request", note)
+    page.on("request", record_url)
     yield
-    page.remove_listener("request", note)
-    assert [url for url in asked if not url.startswith((report.as_uri(), "data:", "about:"))] == []
+    page.remove_listener("request", record_url)
+    assert [url for url in urls if not url.startswith((report.as_uri(), "data:", "about:"))] == []
 
 
 def test_a_report_is_one_file(cli: Cli, browser: Page) -> None:
-    workflow = failed(cli)
+    workflow = fail_training(cli)
     done = cli.run("workflow", "report", workflow)
     assert re.fullmatch(rf"wrote {workflow}\.html \(\d+ KiB\)\n", done.out), done.out
     path = cli.folder / f"{workflow}.html"
@@ -555,7 +556,7 @@ def test_pools_show_who_holds_each_gpu(cli: Cli, browser: Page) -> None:
 
 @contextmanager
 def lease_of_another_user(leases: Path, *, gpus: tuple[int, ...]) -> Iterator[None]:
-    """Hold GPUs as another user of this machine, if the tests may become one."""
+    """Hold GPUs with leases of another user. If the tests run as root, the process has another user, too."""
     leases.mkdir(mode=0o1777)
     leases.chmod(0o1777)
     directory = os.open(leases, os.O_RDONLY)
@@ -583,12 +584,12 @@ sys.stdin.read()
 
 
 def test_prometheus_reads_unfinished_workflows(cli: Cli, browser: Page) -> None:
-    workflow, go = start(cli)
+    workflow, go = start_training(cli)
     cli.environment["DISTFLOW_UI_TOKEN"] = "t" * 32
     with serving(cli, browser, "--metrics") as ui:
         assert ui.token == "t" * 32
-        assert ui.ask("/metrics", Accept="*/*")[0] == 403
-        status, text = ui.ask("/metrics")
+        assert ui.request("/metrics", Accept="*/*")[0] == 403
+        status, text = ui.request("/metrics")
     assert status == 200
     assert 'distflow_workflows{pool="local",status="RUNNING"} 1\n' in text
     assert f'distflow_task_running{{workflow="{workflow}",task_name="worker",node_name="local"}} 1\n' in text
@@ -601,7 +602,7 @@ def test_prometheus_reads_unfinished_workflows(cli: Cli, browser: Page) -> None:
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: sh scripts/install_browser.sh .venv")
 def test_pages_meet_the_rules_of_accessibility(cli: Cli, ui: Ui) -> None:
-    workflow = failed(cli)
+    workflow = fail_training(cli)
     schemes: tuple[Any, ...] = ("dark", "light")
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
     found: list[str] = []
@@ -610,7 +611,7 @@ def test_pages_meet_the_rules_of_accessibility(cli: Cli, ui: Ui) -> None:
     page = ui.open()
     page.evaluate(AXE.read_text(encoding="utf-8"))  # not add_script_tag, which the page's policy forbids
     for fragment in ("#/", "#/pools", *(f"#/workflows/{workflow}{section}" for section in SECTIONS)):
-        turn(page, fragment)
+        show_fragment(page, fragment)
         page.wait_for_timeout(300)
         for scheme in schemes:
             page.emulate_media(color_scheme=scheme)
@@ -624,7 +625,7 @@ def test_pages_meet_the_rules_of_accessibility(cli: Cli, ui: Ui) -> None:
     assert found == []
 
 
-def test_the_extra_is_named_if_it_is_missing(cli: Cli) -> None:
+def test_a_missing_ui_extra_is_reported(cli: Cli) -> None:
     code = "import sys; sys.modules['uvicorn'] = None; from distflow.cli.app import run; sys.exit(run(['ui']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=cli.environment, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""A supervisor that an older version of distflow has started makes way for one of this version."""
+"""A supervisor of another version of distflow is replaced, and tasks continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ workflow:
 
 
 def starts(cli: Cli, workflow: str) -> list[object]:
-    """What changes if a task is started again."""
+    """Return values of each task that change if the task is started again."""
     return [(one["status"], one["retry_id"], one["start_time"]) for one in cli.tasks(workflow).values()]
 
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs at URLs of gangs that really run, against a server that speaks S3 and checks signatures."""
+"""Inputs and outputs at URLs: real gangs, and an S3 server that checks signatures."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_inputs_are_fetched_and_outputs_written(cli: Cli, s3: S3Server) -> None:
     assert events.index("its output is at s3://b/logs") < events.index("gang: COMPLETED")
     shown = cli.run("workflow", "query", "round-1").out
     assert "Outputs were written to:\n  one  s3://b/" in shown
-    # Nothing has passed through here.
+    # No data was copied through this machine.
     wait_until(lambda: cli.supervisor() is None, 30)
     assert list((cli.state / "blobs").iterdir()) == []
     assert not (cli.state / "transfers").exists()
-    told = json.loads(cli.run("workflow", "submit", cli.spec(ROUND), "--dry-run", "-t", "json").out)
-    first = told["groups"][0]["tasks"][0]
+    plan = json.loads(cli.run("workflow", "submit", cli.spec(ROUND), "--dry-run", "-t", "json").out)
+    first = plan["groups"][0]["tasks"][0]
     assert [one["url"] for one in (*first["inputs"], *first["outputs"])] == [
         "s3://b/data", "s3://b/data/a.txt", "s3://b/runs/{{workflow_id}}/", "s3://b/logs",
     ]  # fmt: skip
@@ -106,15 +106,15 @@ workflow:
 """
 
 
-def _simple(cli: Cli, source: str, goal: str, *, waits: bool = False) -> str:
+def _simple(cli: Cli, source: str, destination: str, *, waits: bool = False) -> str:
     go = cli.folder / ("go" if waits else ".")
-    return cli.spec(SIMPLE.replace("IN", source).replace("OUT", goal).replace("GO", str(go)))
+    return cli.spec(SIMPLE.replace("IN", source).replace("OUT", destination).replace("GO", str(go)))
 
 
-def test_hosts_need_no_way_to_the_store(lab: Lab, s3: S3Server) -> None:
+def test_ssh_hosts_use_a_store_without_aws_variables_of_their_own(lab: Lab, s3: S3Server) -> None:
     cli, bucket = lab.cli, s3.bucket("b")
     _fill(bucket)
-    # Nothing in the environment of the hosts says where the store is; their commands would tell.
+    # The environment of tasks has no variables of the store: `grep -c` prints 0.
     command = "env | grep -c AWS_; cat {{input:0}}/a.txt; hostname > {{output}}/$0"
     tasks = "".join(
         f"    - {{name: {name}, lead: {lead}, ranks: {{size: 1}}, command: [sh, -c, '{command}', {name}],\n"
@@ -138,7 +138,7 @@ def test_an_input_url_with_nothing_below_it_is_an_empty_directory(cli: Cli, s3: 
         "    command: [sh, -c, 'ls -A {{input:0}} | wc -l; echo step 1 > {{output}}/state']\n"
         "    inputs: [{url: s3://b/state}]\n    outputs: [{url: s3://b/state}]\n"
     )
-    # The first run of a recipe that resumes begins from scratch, the second one where the first has ended.
+    # The first run finds no state, and begins from scratch. The second one finds the state of the first.
     for number, found in enumerate(("0", "1"), 1):
         done = cli.run("workflow", "submit", spec, "--wait")
         assert done.code == 0, done.err
@@ -168,14 +168,14 @@ def test_data_at_s3_without_any_credential_is_refused_at_submit(cli: Cli, s3: S3
 def test_a_failure_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     _fill(bucket)
-    for source, goal, words in (
+    for source, destination, message in (
         ("s3://none/x", "s3://b/out", "only: an input cannot be fetched: s3://none/x: there is no such bucket"),
         ("s3://b/data/a.txt", "s3://none/out", "only: its output cannot be written: s3://none/out: there is no such bucket"),
     ):
-        ident = cli.submit(_simple(cli, source, goal))
+        ident = cli.submit(_simple(cli, source, destination))
         body = cli.await_status(ident, "FAILED")
         assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
-        assert words in _message(cli, ident)
+        assert message in _message(cli, ident)
     assert not (bucket / "out").exists()
     wait_until(lambda: cli.supervisor() is None, 30)
     cli.environment["AWS_SECRET_ACCESS_KEY"] = "wrong-4711"
@@ -186,7 +186,7 @@ def test_a_failure_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
     assert found.stdout == ""
 
 
-def test_a_task_that_fails_writes_nothing(cli: Cli, s3: S3Server) -> None:
+def test_a_task_that_fails_writes_no_output_to_its_url(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     spec = cli.spec(
         "workflow:\n  name: fails\n  tasks:\n  - name: only\n    command: [sh, -c, 'echo x > {{output}}/x; exit 3']\n"
@@ -196,21 +196,21 @@ def test_a_task_that_fails_writes_nothing(cli: Cli, s3: S3Server) -> None:
     assert list(bucket.iterdir()) == []
 
 
-def test_a_store_that_is_away_for_a_moment_is_waited_for(cli: Cli, s3: S3Server) -> None:
+def test_a_transfer_waits_for_a_store_that_is_unavailable_for_a_moment(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     _fill(bucket)
     s3.stop()
     with socket.create_server(("127.0.0.1", s3.port)) as away:
         away.settimeout(60)
         ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
-        # The request failed.
+        # This request fails.
         away.accept()[0].close()
     s3.start()
     cli.await_status(ident, "COMPLETED")
     assert (bucket / "out" / "a.txt").read_text() == "A\n"
 
 
-def test_a_supervisor_that_is_killed_while_data_moves_loses_nothing(cli: Cli, s3: S3Server) -> None:
+def test_a_supervisor_killed_during_transfers_loses_nothing(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     _fill(bucket)
     s3.freeze()
@@ -242,8 +242,8 @@ def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:
     s3.thaw()
 
 
-def test_canceled_work_blocks_nothing(cli: Cli, s3: S3Server) -> None:
-    # As many as are carried at the same time wait for a store that is away.
+def test_canceled_transfers_do_not_block_others(cli: Cli, s3: S3Server) -> None:
+    # As many transfers as run at the same time wait for a stopped store.
     s3.stop()
     tasks = "".join(f"  - {{name: t{number}, command: ['true'], inputs: [{{url: s3://b/x}}]}}\n" for number in range(4))
     many = cli.submit(cli.spec(f"workflow:\n  name: many\n  tasks:\n{tasks}", "many.yaml"))
@@ -256,7 +256,7 @@ def test_canceled_work_blocks_nothing(cli: Cli, s3: S3Server) -> None:
 
 
 @pytest.mark.parametrize("what", ["an input", "a checkpoint"])
-def test_a_driver_that_is_not_installed_is_missed_at_once(cli: Cli, what: str) -> None:
+def test_a_missing_driver_is_reported_at_submit(cli: Cli, what: str) -> None:
     spec = _simple(cli, "s3://b/x", "s3://b/out")
     if what == "a checkpoint":
         task = "{name: only, command: [echo], checkpoint: [{path: ckpt, url: s3://b/x, frequency: 1m}]}"

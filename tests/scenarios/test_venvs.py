@@ -49,11 +49,11 @@ def test_two_workflows_share_an_environment_that_one_of_them_builds(lab: Lab) ->
     for one in ids:
         assert cli.await_status(one, "COMPLETED", "FAILED_START_ERROR", timeout=170)["status"] == "COMPLETED"
         assert cli.logs(one) == "[one] hello True\n"
-    said = [cli.run("workflow", "events", one).out for one in ids]
-    assert sum(text.count("gpu1 has built the Python environment of requirements.txt (pip, ") for text in said) == 1
-    assert said[0].count("building the Python environment of requirements.txt on gpu1") == 1
+    events = [cli.run("workflow", "events", one).out for one in ids]
+    assert sum(text.count("gpu1 has built the Python environment of requirements.txt (pip, ") for text in events) == 1
+    assert events[0].count("building the Python environment of requirements.txt on gpu1") == 1
 
-    # A later workflow finds it, and so does the check for torch.
+    # A later workflow uses the same environment, and so does the check for torch.
     done = cli.run("workflow", "submit", cli.spec(TORCHRUN, "torchrun.yaml"), "--wait")
     assert cli.tasks("trains-1")["one"]["status"] == "FAILED_START_ERROR"
     assert "torch is not installed for" in done.err
@@ -62,7 +62,7 @@ def test_two_workflows_share_an_environment_that_one_of_them_builds(lab: Lab) ->
     done = cli.run("pool", "check")
     assert "not built yet" not in done.out
 
-    # Another file for one workflow. Its packages do not exist, and pip's own words say so.
+    # Another requirements file for one workflow. Its package does not exist, and the error shows pip's message.
     (cli.folder / "other.txt").write_text("greeter==2.0\n")
     done = cli.run("workflow", "submit", spec, "--venv", "other.txt", "--wait", timeout=170)
     assert done.code == 1

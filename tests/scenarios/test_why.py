@@ -1,4 +1,4 @@
-"""Who failed first, on hosts behind SSH: with clocks that are wrong, ranks that are killed, memory that runs out."""
+"""The first cause of a failure on SSH hosts: wrong clocks, killed ranks, exceptions, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distflow.testing.kernel import MemoryCgroup, missing_cgroups
 from distflow.testing.nodes import write_skewed_python
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
-from scenarios.lab import Lab, checkout, json_lines
+from scenarios.lab import Lab, copy_specs, json_lines
 
 pytestmark = pytest.mark.ssh
 
@@ -106,15 +106,15 @@ def _why(cli: Cli, workflow: str) -> dict[str, Any]:
     return group
 
 
-def _when(why: dict[str, Any], task: str, text: str) -> float:
+def _offset_of(why: dict[str, Any], task: str, text: str) -> float:
     return float(next(one["offset_s"] for one in why["timeline"] if one["task"] == task and one["text"].startswith(text)))
 
 
-def _ends(host: Path) -> list[Path]:
+def _exit_files(host: Path) -> list[Path]:
     return list(host.glob("**/train/*/0/exit.json"))
 
 
-def _is_over(pid: int) -> bool:
+def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
@@ -129,18 +129,18 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
     workflow = cli.submit(cli.spec(TWO.replace("FOLDER", str(folder))))
     cli.await_running(workflow)
     cli.kill_supervisor()
-    # While its keeper sleeps, the master is not told that its peer has failed, and fails by itself.
+    # While its keeper is stopped, the master's node does not know that the worker has failed, so the master fails by itself.
     (path,) = (folder / "gpu1").glob("**/train/master/0/runner.json")
     state = json.loads(path.read_text())
     os.kill(state["keeper"]["pid"], signal.SIGSTOP)
     (folder / "first").touch()
-    wait_until(lambda: _ends(folder / "gpu2"), 30)
+    wait_until(lambda: _exit_files(folder / "gpu2"), 30)
     (folder / "second").touch()
-    wait_until(lambda: _is_over(state["command"]["pid"]), 30)
+    wait_until(lambda: _is_zombie(state["command"]["pid"]), 30)
     os.kill(state["keeper"]["pid"], signal.SIGCONT)
-    wait_until(lambda: _ends(folder / "gpu1"), 30)
-    told = [json.loads(path.read_text())["ended_at"] for host in ("gpu1", "gpu2") for path in _ends(folder / host)]
-    assert told[0] < told[1] - 50, "the innocent one looks as if it had been first"
+    wait_until(lambda: _exit_files(folder / "gpu1"), 30)
+    end_times = [json.loads(path.read_text())["ended_at"] for host in ("gpu1", "gpu2") for path in _exit_files(folder / host)]
+    assert end_times[0] < end_times[1] - 50, "by the nodes' own clocks, the master ended first"
 
     answer = cli.await_status(workflow, "FAILED")
     cause = answer["groups"][0]["first_cause"]
@@ -149,10 +149,10 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
     why = _why(cli, workflow)
     offsets = {one["node"]: one["offset_s"] for one in why["clocks"]}
     assert {node: round(offset) for node, offset in offsets.items()} == {"gpu1": -60, "gpu2": 40}
-    assert 0 < _when(why, "master", "ended: exit code 4") < 50
-    assert _when(why, "master", "started") < 0
+    assert 0 < _offset_of(why, "master", "ended: exit code 4") < 50
+    assert _offset_of(why, "master", "started") < 0
     shown = cli.run("workflow", "why", workflow).out
-    # The quickest ping of a busy machine may still be slow.
+    # On a busy machine, even the fastest ping may be slow, so the measured offset is not exactly 60 s.
     assert f"Clock of gpu1: {-offsets['gpu1']:.1f} s behind this machine's" in shown
     assert "| it was me" in shown
     assert f"details: distflow workflow why {workflow}" in cli.run("workflow", "query", workflow).out
@@ -162,7 +162,7 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
 def test_a_rank_that_is_killed_is_named_with_its_process(lab: Lab, repository: Path, forking_site: str) -> None:
     cli = lab.cli
     lab.configure(environment={"PYTHONPATH": forking_site})
-    specs = checkout(cli, repository)
+    specs = copy_specs(cli, repository)
     workflow = cli.submit(str(specs / "pytorch_dist.yaml"), "--set", "epochs=1000000", "size=2")
     wait_until(lambda: any("loss" in row for row in json_lines(cli.logs(workflow))), 120)
     ranks = {row["rank"]: row["pid"] for row in json_lines(cli.logs(workflow)) if row.get("event") == "started"}
@@ -209,14 +209,14 @@ def test_an_exception_of_a_script_without_record_is_named_with_its_rank_and_trac
     assert "rank 2: exit code 1: RuntimeError: bad batch 17" in shown
     assert not any(task["last_line"].startswith("====") for task in cli.tasks(workflow).values())
     assert "Traceback   | Traceback (most recent call last):" in cli.run("workflow", "why", workflow).out
-    told = cli.run("workflow", "diagnose", workflow).out
-    assert "rank 2 (worker on gpu" in told
-    assert "raised RuntimeError: bad batch 17 (" in told
-    assert "not known" not in told
+    diagnosis = cli.run("workflow", "diagnose", workflow).out
+    assert "rank 2 (worker on gpu" in diagnosis
+    assert "raised RuntimeError: bad batch 17 (" in diagnosis
+    assert "not known" not in diagnosis
 
 
 @pytest.fixture
-def limit() -> Iterator[MemoryCgroup]:
+def memory_limit() -> Iterator[MemoryCgroup]:
     if why := missing_cgroups():
         pytest.skip(why)
     made = MemoryCgroup(64 << 20)
@@ -224,9 +224,9 @@ def limit() -> Iterator[MemoryCgroup]:
     made.close()
 
 
-def test_a_task_that_runs_out_of_memory_is_reported_from_the_kernel_log(lab: Lab, limit: MemoryCgroup) -> None:
+def test_a_task_that_runs_out_of_memory_is_reported_from_the_kernel_log(lab: Lab, memory_limit: MemoryCgroup) -> None:
     cli = lab.cli
-    eats = f'echo $$ > {limit.procs}; exec python3 -c "x = bytearray(400 << 20)"'
+    eats = f'echo $$ > {memory_limit.procs}; exec python3 -c "x = bytearray(400 << 20)"'
     spec = TWO.replace('while [ ! -e FOLDER/first ]; do sleep 0.2; done; echo "it was me"; exit 3', eats)
     workflow = cli.submit(cli.spec(spec))
     answer = cli.await_status(workflow, "FAILED_EVICTED")

@@ -1,4 +1,4 @@
-"""Commands of distflow.train in real processes, which leave nothing behind."""
+"""Fixtures that run the launcher and scripts of distflow.train in real processes, and end these processes afterwards."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from distflow.train.strategies.description import reset_current_strategy
 from preloaded import Preloaded, start_preloaded
 
 DEADLINE_S = 120.0
-"""For one run, on a machine that is busy with other things."""
+"""The limit for one run on a busy machine."""
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 
 
 @pytest.fixture(autouse=True)
-def _no_strategy_is_left_to_the_next_test() -> Iterator[None]:
+def _reset_strategy() -> Iterator[None]:
     yield
     reset_current_strategy()
 
 
 class Run:
-    """A started Python, in a session of its own; what it prints goes to files. With ``temporary`` it has torch already."""
+    """A Python process in its own session, whose output goes to files. With ``temporary``, a process with torch forks it."""
 
     process: subprocess.Popen[bytes] | Preloaded
 
@@ -42,15 +42,15 @@ class Run:
         self.error_file = folder / "error.json"
         folder.mkdir(exist_ok=True)
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-        known = {**inherited, "PYTHONPATH": str(SOURCES), "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
+        variables = {**inherited, "PYTHONPATH": str(SOURCES), "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
             if temporary is not None:
                 with open(os.devnull) as stdin:
                     files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-                    self.process = start_preloaded(temporary.getbasetemp(), arguments, folder, known, *files)
+                    self.process = start_preloaded(temporary.getbasetemp(), arguments, folder, variables, *files)
                 return
             self.process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=folder, env=known, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                [sys.executable, *arguments], cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -78,14 +78,14 @@ class Run:
         return self.process.wait(DEADLINE_S)
 
     def wait_for_records(self, count: int) -> list[dict[str, Any]]:
-        """Wait until so many JSON lines are there, and fail if the command ends before."""
-        wait_until(lambda: len(self.records) >= count or self.process.poll() is not None, DEADLINE_S, "lines")
+        """Wait for ``count`` JSON lines. Fail if the command ends before it has printed them."""
+        wait_until(lambda: len(self.records) >= count or self.process.poll() is not None, DEADLINE_S, "the JSON lines")
         assert len(self.records) >= count, self.stderr
         return self.records
 
 
 class Start(Protocol):
-    """Starts the launcher on a script with these flags, or a plain command; more environment variables by name."""
+    """Starts a script: under the launcher with these flags, or ``plain``, without it. ``env`` adds environment variables."""
 
     def __call__(self, script: str, *flags: str, arguments: tuple[str, ...] = (), plain: bool = False, **env: str) -> Run: ...
 
@@ -93,16 +93,16 @@ class Start(Protocol):
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start each process as a new interpreter."""
-    yield from _started(tmp_path, None)
+    yield from _make_start(tmp_path, None)
 
 
 @pytest.fixture
 def start_with_torch(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start processes that have imported torch already (``preloaded``)."""
-    yield from _started(tmp_path, tmp_path_factory)
+    yield from _make_start(tmp_path, tmp_path_factory)
 
 
-def _started(tmp_path: Path, temporary: pytest.TempPathFactory | None) -> Iterator[Start]:
+def _make_start(tmp_path: Path, temporary: pytest.TempPathFactory | None) -> Iterator[Start]:
     runs: list[Run] = []
 
     def start_one(script: str, *flags: str, arguments: tuple[str, ...] = (), plain: bool = False, **env: str) -> Run:

@@ -1,8 +1,8 @@
-"""What goes wrong in a world of ranks, done for real: ``python faults.py FOLDER``, gloo on 127.0.0.1.
+"""Provoke faults of distributed training in real ranks: ``python faults.py FOLDER``, with gloo on 127.0.0.1.
 
-torch is imported once; every rank of every fault is a fork of that process, all at the same time. What a rank prints goes to
-``FOLDER/<fault>/<rank>.log``, and ``FOLDER/results.json`` says how each ended: fault → rank → exit code, or minus the number
-of a signal.
+This process imports torch once. It forks every rank of every fault, and all ranks run at the same time. The output of a rank
+goes to ``FOLDER/<fault>/<rank>.log``. ``FOLDER/results.json`` contains: fault → rank → exit code, or minus the number of a
+signal.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torch.nn.parallel import DistributedDataParallel
 from distflow import train
 
 LIMIT_S = 90
-"""For one rank; then SIGALRM ends it."""
-LATE_S = 10.0
-"""Until a rank that shall meet the others is given up: all faults start at the same moment."""
+"""Seconds until SIGALRM ends a rank."""
+JOIN_LIMIT_S = 10.0
+"""Seconds that a rank waits for the others to join. It is long, because all faults start at the same moment."""
 
 
 def check_collectives() -> None:
-    """Have torch check collectives, as ``debug: true`` does."""
+    """Let torch check collectives, as ``debug: true`` does."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     set_debug_level_from_env()
 
 
 def join(seconds: float = 20, **changes: str) -> None:
-    """Join the world as scripts do, with other variables where a fault is in them."""
+    """Join the other ranks as scripts do. ``changes`` replaces environment variables."""
     os.environ.update(changes)
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
@@ -65,7 +65,7 @@ def rank_missing() -> None:
 
 def rank_twice() -> None:
     # Rank 0 waits longest: it has the store, and the others fail with another error if it ends first.
-    join(LATE_S if os.environ["RANK"] == "2" else 2 * LATE_S, RANK=min(os.environ["RANK"], "1"))
+    join(JOIN_LIMIT_S if os.environ["RANK"] == "2" else 2 * JOIN_LIMIT_S, RANK=min(os.environ["RANK"], "1"))
 
 
 def world_size_differs() -> None:
@@ -117,27 +117,27 @@ def rank_killed() -> None:
 def rank_raises() -> None:
     join()
     if dist.get_rank() == 1:
-        raise ValueError("a label that is none")
+        raise ValueError("invalid label")
     dist.all_reduce(torch.ones(1))
 
 
-def told_missing() -> None:
-    """As ``distflow.train`` says it; the same for the three below."""
+def init_rank_missing() -> None:
+    """As `rank_missing`, but with ``train.init``, which the next three faults use, too."""
     if os.environ["RANK"] != "2":
         train.init(start_timeout=2)
 
 
-def told_twice() -> None:
+def init_rank_twice() -> None:
     os.environ["RANK"] = min(os.environ["RANK"], "1")
-    train.init(start_timeout=LATE_S)
+    train.init(start_timeout=JOIN_LIMIT_S)
 
 
-def told_size() -> None:
+def init_world_size_differs() -> None:
     os.environ["WORLD_SIZE"] = "3" if os.environ["RANK"] == "0" else "2"
-    train.init(start_timeout=LATE_S)
+    train.init(start_timeout=JOIN_LIMIT_S)
 
 
-def told_no_master() -> None:
+def init_master_unreachable() -> None:
     if os.environ["RANK"] == "1":
         train.init(start_timeout=2)
 
@@ -152,7 +152,7 @@ def mesh_too_big() -> None:
 
 
 class Half(nn.Module):
-    """Has a layer that takes no part in the result."""
+    """A model with a layer that does not contribute to the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,8 +202,8 @@ def states_mixed() -> None:
     nn.LSTM(2, 2)(torch.ones(1, 1, 2), (state, state))
 
 
-def take_small_disk() -> None:
-    """Have 1 MiB of shared memory, on a file system of this process alone."""
+def mount_small_disk() -> None:
+    """Mount a file system of 1 MiB at ``/dev/shm`` that only this process sees."""
     if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
         raise OSError("no mount namespaces here")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -221,17 +221,17 @@ class Large(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def shared_memory_full() -> None:
-    take_small_disk()
+    mount_small_disk()
     list(torch.utils.data.DataLoader(Large(), num_workers=1))
 
 
 def disk_full() -> None:
-    take_small_disk()
+    mount_small_disk()
     Path("/dev/shm/samples.bin").write_bytes(bytes(1 << 22))
 
 
 def disk_full_of_a_model() -> None:
-    take_small_disk()
+    mount_small_disk()
     torch.save({"weights": torch.ones(1 << 20)}, "/dev/shm/model.pt")
 
 
@@ -242,19 +242,19 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
             master_unreachable, master_unknown, rank_missing, rank_twice, world_size_differs, another_collective, another_shape,
             another_size_unchecked, barrier_missed, collective_missed, rank_killed, rank_raises, no_such_interface,
             mesh_too_big, parameters_unused, no_memory, port_taken, variable_missing, module_missing, file_missing,
-            told_missing, told_twice, told_size, told_no_master, devices_mixed, states_mixed, shared_memory_full, disk_full,
-            disk_full_of_a_model,
+            init_rank_missing, init_rank_twice, init_world_size_differs, init_master_unreachable, devices_mixed, states_mixed,
+            shared_memory_full, disk_full, disk_full_of_a_model,
         )
     }
 )  # fmt: skip
-MOUNTING = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
-"""Faults that only who may mount a file system can suffer; the others leave them out."""
-THREE = ("rank_missing", "rank_twice", "told_missing", "told_twice")
-"""Faults of a world of three; the others are of two."""
+NEED_MOUNT = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
+"""Faults that need the permission to mount a file system. Without it, they are omitted."""
+OF_THREE_RANKS = ("rank_missing", "rank_twice", "init_rank_missing", "init_rank_twice")
+"""Faults with three ranks. The others have two."""
 
 
 def start(folder: Path, name: str, rank: int, port: int) -> int:
-    """Be a rank of a fault in a process of its own; return its id."""
+    """Fork a process that runs one rank of a fault. Return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -262,13 +262,13 @@ def start(folder: Path, name: str, rank: int, port: int) -> int:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    size = 3 if name in THREE else 2
+    size = 3 if name in OF_THREE_RANKS else 2
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 0
     try:
         FAULTS[name]()
     except Exception as error:  # noqa: BLE001  (as the interpreter does at the end of any script)
-        # torch's own hook, which puts the rank before every line.
+        # torch's hook, which prints the rank before every line.
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     sys.stdout.flush()
@@ -280,10 +280,10 @@ def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     mounts = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
-    faults = [name for name in FAULTS if mounts or name not in MOUNTING]
+    faults = [name for name in FAULTS if mounts or name not in NEED_MOUNT]
     sockets = {}
     for name in faults:
-        # Bound like this and not listening, a port is kept from everybody but a store that asks for it by number.
+        # A port that is bound like this, and does not listen, is reserved: only a store that binds this number gets it.
         sockets[name] = socket.socket()
         sockets[name].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sockets[name].bind(("127.0.0.1", 0))
@@ -292,7 +292,7 @@ def main() -> None:
     pids = {}
     for name in faults:
         (root / name).mkdir(parents=True)
-        for rank in range(3 if name in THREE else 2):
+        for rank in range(3 if name in OF_THREE_RANKS else 2):
             pids[start(root / name, name, rank, ports[name])] = (name, rank)
     results: dict[str, dict[str, int]] = {name: {} for name in faults}
     while pids:

@@ -1,4 +1,4 @@
-"""What a rank does in the world of ``test_gradients``: gradients after several passes, and what one process makes of them."""
+"""The checks that the ranks of ``test_gradients`` run: they compare gradients of several passes with those of one process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distflow.train.strategies.stages import Pipeline
-from train.ranks import Found, answer, prepared
+from train.ranks import Results, make_plan, run_checks
 
 
-def small() -> nn.Sequential:
+def small_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
 
@@ -22,10 +22,10 @@ def samples(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 8, generator=torch.Generator().manual_seed(size)), torch.zeros(size, 8)
 
 
-def piped(sizes: Sequence[int], schedule: str = "1f1b", micro_batches: int = 4) -> float:
-    """How far the gradients of a pipeline are from one process's after batches of these sizes."""
+def pipeline_difference(sizes: Sequence[int], schedule: str = "1f1b", micro_batches: int = 4) -> float:
+    """Return the maximum difference between a pipeline's and one process's gradients after batches of these sizes."""
     options = {"schedule": schedule, "micro_batches": micro_batches}
-    plan, alone = prepared(small(), "pipeline", loss=nn.functional.mse_loss, **options), small()
+    plan, alone = make_plan(small_model(), "pipeline", loss=nn.functional.mse_loss, **options), small_model()
     model = plan.model
     assert isinstance(model, Pipeline)
     for size in sizes:
@@ -41,20 +41,23 @@ def piped(sizes: Sequence[int], schedule: str = "1f1b", micro_batches: int = 4) 
     return worst.item()
 
 
-def last_batches() -> Found:
-    """Of 5 samples and of one, which cannot be cut into as many micro-batches as there are stages."""
-    found = {str(size): piped([size]) for size in (8, 5, 1)}
-    return found | {f"{size}, interleaved": piped([size], "interleaved_1f1b", 5) for size in (8, 5, 1)}
+def last_batches() -> Results:
+    """Use batches of 8, 5 and 1 samples. Each schedule can divide only one of them into equal micro-batches."""
+    found = {str(size): pipeline_difference([size]) for size in (8, 5, 1)}
+    return found | {f"{size}, interleaved": pipeline_difference([size], "interleaved_1f1b", 5) for size in (8, 5, 1)}
 
 
-def batches_together() -> Found:
-    """Before the optimizer steps, and the gradients are set to zero."""
-    return {schedule: piped([8, 6, 5], schedule) for schedule in ("1f1b", "interleaved_1f1b")}
+def several_batches() -> Results:
+    """Add up the gradients of three batches, without a step of the optimizer in between."""
+    return {schedule: pipeline_difference([8, 6, 5], schedule) for schedule in ("1f1b", "interleaved_1f1b")}
 
 
-def trained(fails_at: int = 0, **options: Any) -> float:
-    """How far the parameters are from one process's after steps of two passes each, of which one may fail on all ranks."""
-    plan, alone = prepared(small(), "ddp", gradient_accumulation_steps=2, **options), small()
+def ddp_difference(fails_at: int = 0, **options: Any) -> float:
+    """Return the maximum difference from one process's parameters after steps of two passes each.
+
+    ``fails_at`` is the number of the pass that fails on all ranks.
+    """
+    plan, alone = make_plan(small_model(), "ddp", gradient_accumulation_steps=2, **options), small_model()
     model = plan.model
     passes = 0
 
@@ -62,7 +65,7 @@ def trained(fails_at: int = 0, **options: Any) -> float:
         nonlocal passes
         passes += 1
         if passes == fails_at:
-            raise ValueError("a sample that is none")
+            raise ValueError("invalid sample")
         return nn.functional.mse_loss(outputs, targets)
 
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone)]
@@ -84,19 +87,19 @@ def trained(fails_at: int = 0, **options: Any) -> float:
     return worst.item()
 
 
-def static_graph() -> Found:
-    return {"difference": trained(static_graph=True)}
+def static_graph() -> Results:
+    return {"difference": ddp_difference(static_graph=True)}
 
 
-def failed_pass() -> Found:
-    """All ranks pass over the second batch, whose first pass is done when the second one fails."""
-    return {"difference": trained(fails_at=4)}
+def failed_pass() -> Results:
+    """The second pass of the second batch fails, after its first pass has left gradients. All ranks skip this batch."""
+    return {"difference": ddp_difference(fails_at=4)}
 
 
 CHECKS = {
     2: {
         "last batches": last_batches,
-        "batches together": batches_together,
+        "several batches": several_batches,
         "static graph": static_graph,
         "failed pass": failed_pass,
     },
@@ -104,4 +107,4 @@ CHECKS = {
 
 
 if __name__ == "__main__":
-    answer(CHECKS)
+    run_checks(CHECKS)

@@ -1,4 +1,4 @@
-"""Models on the meta device in the worlds of ``test_strategies``: ranks get their parts of one process's initial values."""
+"""Checks of models on the meta device for ``test_strategies``: each rank gets its part of one process's initial values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from distflow.samples.gpt import Gpt, loss_of
 from distflow.train.parallel import parallelize
 from distflow.train.strategies.description import Strategy, make_strategy
-from train.ranks import STEPS, TIME, Found, batch, in_float64, optimizer_of, prepared, reference, whole
+from train.ranks import STEPS, TIME, Results, batch, in_float64, make_plan, optimizer_of, reference, whole_parameters
 
-__all__ = ["FILLED", "first_values"]
+__all__ = ["INITIALIZED", "initial_value_checks"]
 
-FILLED: dict[int, dict[str, dict[str, Any]]] = {
+INITIALIZED: dict[int, dict[str, dict[str, Any]]] = {
     2: {"ddp": {}, "fsdp": {}, "fsdp offloaded": {"cpu_offload": True}, "tp": {}, "pipeline": {}},
     4: {
         "fsdp HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
@@ -28,28 +28,28 @@ FILLED: dict[int, dict[str, dict[str, Any]]] = {
     },
     8: {"pipeline of shards and tensors": {"stages": 2, "shard_size": 2, "tp_size": 2, "sequence_parallel": True}},
 }
-"""Ranks → name of a check, which begins with the kind → options."""
+"""Number of ranks → name of the check, whose first word is the kind of the strategy → options."""
 
 
-def first_values(world: int) -> dict[str, Callable[[], Found]]:
+def initial_value_checks(world: int) -> dict[str, Callable[[], Results]]:
     """Return the checks for this number of ranks."""
-    found: dict[str, Callable[[], Found]] = {
-        f"{name}, filled": in_float64(partial(_filled, make_strategy(name.split()[0], world, options)))
-        for name, options in FILLED[world].items()
+    found: dict[str, Callable[[], Results]] = {
+        f"{name}, initialized": in_float64(partial(_initialized, make_strategy(name.split()[0], world, options)))
+        for name, options in INITIALIZED[world].items()
     }
-    return found | ({"cannot be filled": _refused, "odd modules": _odd} if world == 2 else {})
+    return found | ({"initialization errors": _errors, "unusual modules": _unusual_modules} if world == 2 else {})
 
 
-def _filled(strategy: Strategy) -> Found:
+def _initialized(strategy: Strategy) -> Results:
     """Return the differences from one process before and after training, and the maximum share of the model on a rank."""
     alone, model = _on_meta(), _on_meta()
     torch.manual_seed(0)
     parallelize(alone, "none")
     torch.manual_seed(dist.get_rank())  # rank 0's random numbers count
-    with _watching(model) as held:
+    with _recorded_sizes(model) as held:
         plan = parallelize(model, strategy, loss=loss_of)
     ready = plan.model
-    first = _difference(whole(ready), dict(alone.named_parameters()))
+    first = _difference(whole_parameters(ready), dict(alone.named_parameters()))
     optimizer = optimizer_of(ready)
     index, count = strategy.data_shard(dist.get_rank())
     for step in range(STEPS):
@@ -58,7 +58,7 @@ def _filled(strategy: Strategy) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     everything = sum(one.numel() for one in alone.parameters())
-    return {"first": first, "trained": _difference(whole(ready), reference(alone)), "held": max(held) / everything}
+    return {"first": first, "trained": _difference(whole_parameters(ready), reference(alone)), "held": max(held) / everything}
 
 
 def _on_meta() -> Gpt:
@@ -73,17 +73,17 @@ def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list of the numbers of values on rank 0 whenever it initializes a matrix."""
+def _recorded_sizes(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list with the number of values in memory at each initialization of a matrix."""
     held: list[int] = [0]
     plain = nn.Linear.reset_parameters
 
-    def noting(self: nn.Linear) -> None:
+    def recording(self: nn.Linear) -> None:
         plain(self)
         parts = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
         held.append(self.weight.numel() + sum(one.numel() for one in parts if not one.is_meta))
 
-    nn.Linear.reset_parameters = noting  # type: ignore[method-assign]
+    nn.Linear.reset_parameters = recording  # type: ignore[method-assign]
     try:
         yield held
     finally:
@@ -110,13 +110,13 @@ class _Scale(nn.Module):
             self.table.copy_(torch.arange(4.0))
 
 
-def _odd() -> Found:
+def _unusual_modules() -> Results:
     """Check that modules with buffers and children are initialized equally on all ranks, and completely."""
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
         model = nn.Sequential(_Scale("scale", "table"), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2))
     ready = parallelize(model, "fsdp").model
-    values = torch.cat([one.flatten().float() for one in (*whole(ready).values(), *ready.buffers())])
+    values = torch.cat([one.flatten().float() for one in (*whole_parameters(ready).values(), *ready.buffers())])
     others = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(others, values)
     table = ready.get_buffer("0.table").tolist()
@@ -127,7 +127,7 @@ def _odd() -> Found:
     }
 
 
-def _refused() -> Found:
+def _errors() -> Results:
     def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             return make()
@@ -150,7 +150,7 @@ def _refused() -> Found:
         "tied": lambda: parallelize(on_meta(tied), "pipeline", loss=loss_of),
         "partly": lambda: parallelize(partly(), "fsdp"),
         "forgotten": lambda: parallelize(on_meta(lambda: nn.Sequential(_Scale("scale"))), "fsdp"),
-        "traced": lambda: prepared(
+        "traced": lambda: make_plan(
             on_meta(lambda: _Scale("scale")), "pipeline", loss=loss_of, example=(torch.ones(2, 4),), split_points=["inner"]
         ),
     }
@@ -158,7 +158,7 @@ def _refused() -> Found:
     for name, call in wrong.items():
         try:
             call()
-            found[name] = "nothing"
+            found[name] = ""
         except ValueError as error:
             found[name] = str(error)
     return found

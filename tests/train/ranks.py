@@ -22,7 +22,7 @@ from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 
 STEPS, BATCH, TIME = 2, 8, 12
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 
 def new_model(seed: int = 0, blocks: int = 2) -> Gpt:
@@ -53,7 +53,7 @@ def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def prepared(
+def make_plan(
     model: nn.Module, strategy: Strategy | str, loss: Any = None, example: Any = None, **options: object
 ) -> ParallelPlan:
     """Return a plan for a strategy with these options of a spec."""
@@ -64,10 +64,10 @@ def prepared(
     return parallelize(model, strategy, loss=loss, example=example)
 
 
-def in_float64(check: Callable[[], Found]) -> Callable[[], Found]:
+def in_float64(check: Callable[[], Results]) -> Callable[[], Results]:
     """Return a check in which new tensors have float64, where rounding is negligible."""
 
-    def run() -> Found:
+    def run() -> Results:
         torch.set_default_dtype(torch.float64)
         try:
             return check()
@@ -77,7 +77,7 @@ def in_float64(check: Callable[[], Found]) -> Callable[[], Found]:
     return run
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole parameters of this rank's model or stages."""
     inner = model.part if isinstance(model, Pipeline) else model
     return {
@@ -86,15 +86,15 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def answer(checks: Mapping[int, Mapping[str, Callable[[], Found]]]) -> None:
-    """Run every check of this world's size in forked ranks, which share the import of torch; exit with 0 if all ranks do."""
+def run_checks(checks: Mapping[int, Mapping[str, Callable[[], Results]]]) -> None:
+    """Run the checks for this world size in forked ranks, which share the import of torch. Exit with 0 if all ranks do."""
     ranks = [_fork(rank, checks) for rank in range(int(os.environ["WORLD_SIZE"]))]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     print(f"exit codes of the ranks: {codes}", flush=True)
     sys.exit(0 if set(codes) == {0} else 1)
 
 
-def _fork(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Found]]]) -> int:
+def _fork(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Results]]]) -> int:
     pid = os.fork()
     if pid == 0:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
@@ -106,17 +106,21 @@ def _fork(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Found]]]) ->
     return pid
 
 
-def _check(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Found]]]) -> None:
+def _check(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Results]]]) -> None:
     """Run the checks on one rank. After a failed check it exits, because the other ranks wait for it."""
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "gloo", init_method=f"file://{os.environ['MEETING']}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{os.environ['RENDEZVOUS_FILE']}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
     )
-    results: Found = {}
+    results: Results = {}
     for name, check in checks[world].items():
         try:
             results[name] = check()
-        except Exception:  # noqa: BLE001  the others wait for this rank in the next check
+        except Exception:  # noqa: BLE001  the other ranks wait for this one in the next check
             traceback.print_exc()
             print(f"rank {rank}: {name!r} failed", flush=True)
             os._exit(1)

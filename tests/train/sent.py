@@ -1,4 +1,4 @@
-"""What a rank sends: torch's ``CommDebugMode`` counts the collectives, but not their bytes."""
+"""A counter of a rank's collectives and of their bytes, which torch's ``CommDebugMode`` does not count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Sent"]
+__all__ = ["CollectiveCounter"]
 
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -17,7 +17,7 @@ _NAMES = {
 }
 
 
-class Sent(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Counts the calls and the bytes of the collectives that DDP and FSDP start inside the context."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Context parallelism in the worlds of ``test_strategies``: torch's own, with an additional kernel for CPUs.
+"""Checks of context parallelism for ``test_strategies``: torch's ring attention with an additional kernel for CPUs.
 
-torch 2.13 registers only attention kernels of GPUs for its ring attention. ``add_cpu_kernel`` registers that of CPUs, so that
-all code but the kernel is the same as on GPUs.
+torch 2.13 registers only GPU kernels for its ring attention. ``add_cpu_kernel`` registers the CPU kernel, so that all code but
+the kernel is the same as on GPUs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.nn import functional
 
 from distflow.samples.gpt import Block
 from distflow.train.strategies.description import make_strategy
-from train.ranks import STEPS, Found, optimizer_of, prepared, whole
+from train.ranks import STEPS, Results, make_plan, optimizer_of, whole_parameters
 
 VOCABULARY, HIDDEN, TIME, BATCH = 32, 16, 16, 4
 aten = torch.ops.aten
 
 
-class Reader(nn.Module):
+class PositionalModel(nn.Module):
     """A model that takes its positions as an argument."""
 
     def __init__(self) -> None:
@@ -91,19 +91,19 @@ def _backward(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return _wrapped(mesh, found[:3])
 
 
-def divided(**options: Any) -> Callable[[], Found]:
+def training_check(**options: Any) -> Callable[[], Results]:
     """Return a check that trains on parts of sequences, and compares parameters and losses with one process."""
 
-    def check() -> Found:
+    def check() -> Results:
         world = dist.get_world_size()
         refused = ""
         try:
-            prepared(Reader(), make_strategy("hybrid", world, options))
+            make_plan(PositionalModel(), make_strategy("hybrid", world, options))
         except ValueError as error:
             refused = str(error)
         add_cpu_kernel()
         try:
-            return {"refused": refused, **_compared(make_strategy("hybrid", world, options))}
+            return {"refused": refused, **_compare(make_strategy("hybrid", world, options))}
         finally:
             for kernel in ("", "_backward"):
                 name = f"_scaled_dot_product_flash_attention_for_cpu{kernel}"
@@ -112,8 +112,8 @@ def divided(**options: Any) -> Callable[[], Found]:
     return check
 
 
-def _compared(strategy: Any) -> Found:
-    plan, alone = prepared(Reader(), strategy), Reader()
+def _compare(strategy: Any) -> Results:
+    plan, alone = make_plan(PositionalModel(), strategy), PositionalModel()
     optimizers = optimizer_of(plan.model), optimizer_of(alone)
     index, count = plan.data_shard
     worst = 0.0
@@ -134,7 +134,7 @@ def _compared(strategy: Any) -> Found:
     mine = [one.tensor_split(count)[index] for one in (inputs, targets)]
     evaluated = plan.evaluate({"tokens": mine[0]}, mine[1], loss_of)
     worst = max(worst, abs(evaluated.item() - loss_of(alone(inputs), targets).item()))
-    target, got = dict(alone.named_parameters()), whole(plan.model)
+    target, got = dict(alone.named_parameters()), whole_parameters(plan.model)
     errors = []
     for call in (lambda: plan.model(mine[0]), lambda: plan.evaluate(mine[0][:, :6], mine[1], loss_of)):
         try:
@@ -146,8 +146,8 @@ def _compared(strategy: Any) -> Found:
     return {"difference": farthest.item(), "losses": worst, "errors": errors}
 
 
-def sequences(world: int) -> dict[str, Callable[[], Found]]:
+def sequence_checks(world: int) -> dict[str, Callable[[], Results]]:
     """Return the checks for this number of ranks."""
     if world == 2:
-        return {"sequences": divided(tp_size=1, cp_size=2)}
-    return {"sequences × shards": divided(tp_size=1, cp_size=2), "sequences × tp": divided(tp_size=2, cp_size=2)}
+        return {"sequences": training_check(tp_size=1, cp_size=2)}
+    return {"sequences × shards": training_check(tp_size=1, cp_size=2), "sequences × tp": training_check(tp_size=2, cp_size=2)}

@@ -19,23 +19,34 @@ from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 from train.choice_checks import calls_without_plan
-from train.evaluation_checks import evaluation_difference, mode, no_samples
-from train.meta_checks import first_values
-from train.ranks import STEPS, Found, answer, batch, in_float64, new_model, optimizer_of, prepared, reference, whole
-from train.sent import Sent
-from train.sequence_checks import sequences
+from train.evaluation_checks import empty_evaluation, evaluation_difference, evaluation_mode
+from train.meta_checks import initial_value_checks
+from train.ranks import (
+    STEPS,
+    Results,
+    batch,
+    in_float64,
+    make_plan,
+    new_model,
+    optimizer_of,
+    reference,
+    run_checks,
+    whole_parameters,
+)
+from train.sent import CollectiveCounter
+from train.sequence_checks import sequence_checks
 
 
 def trained(
     strategy: Strategy, *, blocks: int = 2, clips: bool = False, evaluates: bool = False
-) -> tuple[ParallelPlan, nn.Module, Found]:
-    """Train under a strategy and in one process. Return the plan, the other model and this rank's results."""
-    # The other ranks have to get rank 0's parameters.
-    plan = prepared(new_model(dist.get_rank(), blocks), strategy, loss=loss_of)
+) -> tuple[ParallelPlan, nn.Module, Results]:
+    """Train under a strategy and in one process. Return the plan, the single-process model and this rank's results."""
+    # The ranks make different parameters, and have to get those of rank 0.
+    plan = make_plan(new_model(dist.get_rank(), blocks), strategy, loss=loss_of)
     alone = new_model(0, blocks)
     optimizers = optimizer_of(plan.model), optimizer_of(alone)
     index, count = plan.data_shard
-    found: Found = {}
+    found: Results = {}
     for step in range(STEPS):
         inputs, targets = batch(step)
         mine = [one.tensor_split(count)[index] for one in (inputs, targets)]
@@ -54,11 +65,11 @@ def trained(
     return plan, alone, found
 
 
-def compared(strategy: Strategy, **more: Any) -> Found:
+def compare_training(strategy: Strategy, **more: Any) -> Results:
     plan, alone, found = trained(strategy, **more)
     model = plan.model
     wanted = {name: parameter.detach() for name, parameter in alone.named_parameters()}
-    start, got = dict(new_model(0, more.get("blocks", 2)).named_parameters()), whole(model)
+    start, got = dict(new_model(0, more.get("blocks", 2)).named_parameters()), whole_parameters(model)
     inner = model.part if isinstance(model, Pipeline) else model
     held = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in inner.parameters())
     worst = torch.tensor([max((got[name] - wanted[name]).abs().max().item() for name in got), found.get("evaluations", 0.0)])
@@ -78,15 +89,15 @@ def compared(strategy: Strategy, **more: Any) -> Found:
     }
 
 
-def made(kind: str, *also: str, blocks: int = 2, **options: Any) -> Callable[[], Found]:
-    """Return a check that compares training in float64; with mixed precision, in float32.
+def training_check(kind: str, *also: str, blocks: int = 2, **options: Any) -> Callable[[], Results]:
+    """Return a check that compares training with that of one process: in float64, or with mixed precision in float32.
 
-    ``also``: "clips" and "evaluates" compare these, too.
+    ``also``: with "clips" and "evaluates", the check also clips gradients, or evaluates after each step.
     """
 
-    def check() -> Found:
+    def check() -> Results:
         strategy = make_strategy(kind, dist.get_world_size(), options)
-        return compared(strategy, blocks=blocks, **dict.fromkeys(also, True))
+        return compare_training(strategy, blocks=blocks, **dict.fromkeys(also, True))
 
     return check if "mixed_precision" in options else in_float64(check)
 
@@ -103,10 +114,10 @@ class Shifted(nn.Module):
         return torch.as_tensor(self.second(torch.tanh(self.first(x + shift))))
 
 
-def traced_pipeline() -> Found:
+def traced_pipeline() -> Results:
     x, shift, y = torch.ones(4, 8), torch.arange(32.0).reshape(4, 8) / 32, torch.zeros(4, 8)
     options = {"split_points": ["second"], "micro_batches": 2}
-    plan = prepared(Shifted(), "pipeline", loss=nn.functional.mse_loss, example=(x[:2], shift[:2]), **options)
+    plan = make_plan(Shifted(), "pipeline", loss=nn.functional.mse_loss, example=(x[:2], shift[:2]), **options)
     model = plan.model
     assert isinstance(model, Pipeline)
     loss = plan.forward_backward((x, shift), y, nn.functional.mse_loss)
@@ -123,23 +134,23 @@ def traced_pipeline() -> Found:
     }  # fmt: skip
 
 
-def pipeline_in_bfloat16() -> Found:
-    """Return the losses of all ranks for a model whose dtype only the last stage knows from its loss."""
+def pipeline_in_bfloat16() -> Results:
+    """Return all ranks' losses and their dtypes for a bfloat16 model. Only the last stage knows the dtype of the loss."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
-    plan, x = prepared(model, "pipeline", loss=nn.functional.mse_loss), torch.ones(2, 4, dtype=torch.bfloat16)
+    plan, x = make_plan(model, "pipeline", loss=nn.functional.mse_loss), torch.ones(2, 4, dtype=torch.bfloat16)
     losses = plan.forward_backward(x, x, nn.functional.mse_loss), plan.evaluate(x, x, nn.functional.mse_loss)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(one.item(), str(one.dtype)) for one in losses])
     return {"losses": found}
 
 
-def frozen_replicas() -> Found:
+def frozen_replicas() -> Results:
     """Return the difference between the ranks' parameters in a model without trainable ones, which DDP does not wrap."""
     model = new_model(seed=dist.get_rank()).requires_grad_(False)
-    return {"before": rank_difference(model), "after": rank_difference(prepared(model, "ddp").model)}
+    return {"before": rank_difference(model), "after": rank_difference(make_plan(model, "ddp").model)}
 
 
-def mesh_groups() -> Found:
+def mesh_groups() -> Results:
     mesh = make_mesh(make_strategy("hybrid", 4, {"tp_size": 2}))
     groups = {axis: sorted(dist.get_process_group_ranks(mesh[axis].get_group())) for axis in ("fsdp", "tp")}
     everyone: list[Any] = [None] * 4
@@ -147,9 +158,9 @@ def mesh_groups() -> Found:
     return {axis: sorted({tuple(one[axis]) for one in everyone}) for axis in ("fsdp", "tp")}
 
 
-def sequence_parts() -> Found:
-    """Return the lengths of a sequence of 12 in norms, and the errors for invalid inputs."""
-    model, lengths = prepared(new_model(), "tp", sequence_parallel=True).model, []
+def sequence_parts() -> Results:
+    """Return the lengths that norms get of a sequence of 12 tokens, and the errors for invalid inputs."""
+    model, lengths = make_plan(new_model(), "tp", sequence_parallel=True).model, []
     for norm in (model.get_submodule("block0.mlp_norm"), model.get_submodule("block1.attention_norm")):
         norm.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].to_local().shape[1]))
     whole_length = model(batch(0)[0]).shape[1]
@@ -173,20 +184,20 @@ def rank_difference(model: nn.Module) -> float:
     return max((one - flat).abs().max().item() for one in others)
 
 
-def compression() -> Found:
-    found: Found = {}
+def compression() -> Results:
+    found: Results = {}
     for how in ("none", "fp16", "bf16", "powersgd"):
-        model = prepared(new_model(), "ddp", compression=how).model
+        model = make_plan(new_model(), "ddp", compression=how).model
         optimizer = optimizer_of(model)
         inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(0))
         loss_of(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         # DDP has its final buckets only in the second pass.
-        with Sent() as monitor:
+        with CollectiveCounter() as counter:
             loss_of(model(inputs), targets).backward()
         optimizer.step()
-        sent = monitor.bytes["all_reduce"]
+        sent = counter.bytes["all_reduce"]
         found[how] = {
             "ranks": rank_difference(model), "bytes": sent, "parameters": nn.utils.parameters_to_vector(model.parameters())
         }  # fmt: skip
@@ -196,36 +207,36 @@ def compression() -> Found:
     return found
 
 
-def powersgd_sends_less() -> Found:
+def powersgd_sends_less() -> Results:
     model = DistributedDataParallel(new_model())
     compress_gradients(model, "powersgd", rank=1, start_iteration=2)
     sent = []
     for step in range(5):
         inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(step))
-        with Sent() as monitor:
+        with CollectiveCounter() as counter:
             loss_of(model(inputs), targets).backward()
-        sent.append(monitor.bytes["all_reduce"])
+        sent.append(counter.bytes["all_reduce"])
     return {"sent": sent}
 
 
-def buckets() -> Found:
+def buckets() -> Results:
     found = {}
     for size in (1, 5, 25):
         torch.manual_seed(0)
         # Six layers of 1 MiB each.
-        model = prepared(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6))), "ddp", bucket_cap_mb=size).model
+        model = make_plan(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6))), "ddp", bucket_cap_mb=size).model
         x = torch.ones(2, 512)
         model(x).sum().backward()
-        with Sent() as monitor:
+        with CollectiveCounter() as counter:
             model(x).sum().backward()
-        found[str(size)] = monitor.calls["all_reduce"]
+        found[str(size)] = counter.calls["all_reduce"]
     return found
 
 
-def accumulation() -> Found:
-    found: Found = {}
+def accumulation() -> Results:
+    found: Results = {}
     for kind in ("ddp", "fsdp"):
-        plan = prepared(new_model(), kind)
+        plan = make_plan(new_model(), kind)
         model = plan.model
         optimizer = optimizer_of(model)
         index = dist.get_rank()
@@ -233,22 +244,22 @@ def accumulation() -> Found:
         for step in range(STEPS):
             inputs, targets = (one.tensor_split(2)[index] for one in batch(step))
             passes = []
-            with Sent() as monitor:
+            with CollectiveCounter() as counter:
                 for some, wanted in zip(inputs.split(1), targets.split(1), strict=True):
                     with plan.accumulate(every=4) as is_last:
                         (loss_of(model(some), wanted) / 4).backward()
                     passes.append(is_last)
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(monitor.calls["all_reduce"] + monitor.calls["reduce_scatter"])
-        wanted_all, got = reference(), whole(model)
+            counts.append(counter.calls["all_reduce"] + counter.calls["reduce_scatter"])
+        wanted_all, got = reference(), whole_parameters(model)
         worst = max((got[name] - one).abs().max().item() for name, one in wanted_all.items())
         found[kind] = {"counts": counts, "passes": passes, "difference": worst}
     return found
 
 
-def drifting_apart() -> Found:
-    plan = prepared(new_model(), "ddp")
+def local_sgd_differences() -> Results:
+    plan = make_plan(new_model(), "ddp")
     model = plan.model
     optimizer = plan.local_sgd(optimizer_of(model), every=2)
     differences = []
@@ -261,7 +272,7 @@ def drifting_apart() -> Found:
     return {"differences": differences}
 
 
-def means() -> Found:
+def bucketed_means() -> Results:
     rank = dist.get_rank()
     tensors = [torch.full((2**18,), float(rank + number)) for number in range(6)]
     tensors.append(torch.full((3,), rank, dtype=torch.float64))
@@ -273,11 +284,11 @@ def means() -> Found:
     }
 
 
-def whole_state() -> Found:
+def whole_state() -> Results:
     plan, alone, _ = trained(make_strategy("fsdp", 2))
     state = plan.full_state_dict()
     wanted = dict(alone.named_parameters())
-    found: Found = {"kept": len(state) if dist.get_rank() else -1}
+    found: Results = {"kept": len(state) if dist.get_rank() else -1}
     if dist.get_rank() == 0:
         assert set(wanted) == set(state)
         found["difference"] = max((state[name] - one).abs().max().item() for name, one in wanted.items())
@@ -292,72 +303,72 @@ def fused(name: str, width: int) -> nn.Module:
     return model
 
 
-def refusals() -> Found:
+def refusals() -> Results:
     """Return the errors of invalid calls, which all fail before any communication."""
     wrong: dict[str, Callable[[], object]] = {
-        "ranks": lambda: prepared(new_model(), Strategy(kind="ddp", shape=(5,), names=("dp",))),
-        "loss": lambda: prepared(new_model(), "pipeline"),
-        "trace": lambda: prepared(Shifted(), "pipeline", loss=loss_of),
-        "plan": lambda: prepared(Shifted(), "tp"),
-        "unknown plan": lambda: prepared(Shifted(), "tp", plan={"thrid": "colwise"}),
-        "fused by name": lambda: prepared(fused("c_attn", 16), "tp", plan={"c_attn": "colwise", "out": "rowwise"}),
-        "fused by shape": lambda: prepared(fused("mixed", 24), "tp", plan={"mixed": "colwise", "out": "rowwise"}),
-        "heads": lambda: prepared(Gpt(heads=1, hidden=32), "tp"),
-        "sequence": lambda: prepared(
+        "ranks": lambda: make_plan(new_model(), Strategy(kind="ddp", shape=(5,), names=("dp",))),
+        "loss": lambda: make_plan(new_model(), "pipeline"),
+        "trace": lambda: make_plan(Shifted(), "pipeline", loss=loss_of),
+        "plan": lambda: make_plan(Shifted(), "tp"),
+        "unknown plan": lambda: make_plan(Shifted(), "tp", plan={"thrid": "colwise"}),
+        "fused by name": lambda: make_plan(fused("c_attn", 16), "tp", plan={"c_attn": "colwise", "out": "rowwise"}),
+        "fused by shape": lambda: make_plan(fused("mixed", 24), "tp", plan={"mixed": "colwise", "out": "rowwise"}),
+        "heads": lambda: make_plan(Gpt(heads=1, hidden=32), "tp"),
+        "sequence": lambda: make_plan(
             new_model(), "tp", plan={"*.up_proj": "colwise", "*.down_proj": "rowwise"}, sequence_parallel=True
         ),
-        "layers": lambda: prepared(Shifted(), "ddp", activation_checkpointing=True),
-        "class": lambda: prepared(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
-        "call": lambda: prepared(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),
-        "interleaved": lambda: prepared(Shifted(), "pipeline", loss=loss_of, schedule="interleaved_1f1b"),
-        "stages": lambda: prepared(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
-        "same point": lambda: prepared(
+        "layers": lambda: make_plan(Shifted(), "ddp", activation_checkpointing=True),
+        "class": lambda: make_plan(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
+        "call": lambda: make_plan(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),
+        "interleaved": lambda: make_plan(Shifted(), "pipeline", loss=loss_of, schedule="interleaved_1f1b"),
+        "stages": lambda: make_plan(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
+        "same point": lambda: make_plan(
             new_model(), "pipeline", loss=loss_of, schedule="interleaved_1f1b", split_points=["head"] * 3
         ),
-        "first child": lambda: prepared(new_model(), "pipeline", loss=loss_of, split_points=["embedding"]),
-        "unknown module": lambda: prepared(
+        "first child": lambda: make_plan(new_model(), "pipeline", loss=loss_of, split_points=["embedding"]),
+        "unknown module": lambda: make_plan(
             Shifted(), "pipeline", loss=loss_of, example=(torch.ones(2, 8), torch.ones(2, 8)), split_points=["third"]
         ),
-        "option": lambda: prepared(new_model(), "fsdp", mixd_precision="bf16"),
-        "option of the spec": lambda: prepared(new_model(), "ddp", bucket_cap=1),
-        "word": lambda: prepared(new_model(), "fsdp", mixed_precision="bf17"),
-        "kind and option": lambda: prepared(new_model(), "ddp", cpu_offload=True),
-        "options": lambda: prepared(new_model(), "ddp", compression="bf16", sync_gradients_every=2),
-        "option on top": lambda: prepared(new_model(), make_strategy("fsdp", 2), compression="bf16"),
-        "data parallel": lambda: prepared(nn.DataParallel(new_model()), "ddp"),
-        "kind": lambda: prepared(new_model(), "zero"),
-        "local": lambda: prepared(new_model(), "fsdp").local_sgd(optimizer_of(new_model()), every=2),
-        "compression": lambda: prepared(new_model(), "ddp", compression="zip"),
+        "option": lambda: make_plan(new_model(), "fsdp", mixd_precision="bf16"),
+        "option of the spec": lambda: make_plan(new_model(), "ddp", bucket_cap=1),
+        "word": lambda: make_plan(new_model(), "fsdp", mixed_precision="bf17"),
+        "kind and option": lambda: make_plan(new_model(), "ddp", cpu_offload=True),
+        "options": lambda: make_plan(new_model(), "ddp", compression="bf16", sync_gradients_every=2),
+        "option on top": lambda: make_plan(new_model(), make_strategy("fsdp", 2), compression="bf16"),
+        "data parallel": lambda: make_plan(nn.DataParallel(new_model()), "ddp"),
+        "kind": lambda: make_plan(new_model(), "zero"),
+        "local": lambda: make_plan(new_model(), "fsdp").local_sgd(optimizer_of(new_model()), every=2),
+        "compression": lambda: make_plan(new_model(), "ddp", compression="zip"),
     }
     found = {}
     for name, call in wrong.items():
         try:
             call()
-            found[name] = "nothing"
+            found[name] = ""
         except (ValueError, TypeError) as error:
             found[name] = str(error)
     return found
 
 
-CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
+CHECKS: dict[int, dict[str, Callable[[], Results]]] = {
     2: {
-        "ddp": made("ddp", "clips", "evaluates"),
-        "ddp static graph": made("ddp", static_graph=True, gradient_as_bucket_view=False),
-        "ddp checkpointed": made("ddp", activation_checkpointing=True),
-        "fsdp": made("fsdp", "clips", "evaluates"),
-        "fsdp SHARD_GRAD_OP": made("fsdp", "evaluates", sharding_strategy="SHARD_GRAD_OP"),
-        "fsdp NO_SHARD": made("fsdp", sharding_strategy="NO_SHARD"),
-        "fsdp by size": made("fsdp", auto_wrap_policy="size", min_num_params=5000),
-        "fsdp by class, checkpointed": made("fsdp", transformer_layer_cls=["Block"], activation_checkpointing=True),
-        "fsdp offloaded": made("fsdp", cpu_offload=True, auto_wrap_policy="none"),
-        "fsdp bf16": made("fsdp", mixed_precision="bf16", reduce_dtype="fp32"),
-        "tp": made("tp", "clips", "evaluates"),
-        "tp by plan": made("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
-        "tp of sequences": made("tp", "clips", sequence_parallel=True),
-        "pipeline gpipe": made("pipeline", "evaluates", schedule="gpipe", micro_batches=4),
-        "pipeline 1f1b": made("pipeline", "clips", "evaluates", micro_batches=4),
-        "pipeline interleaved": made("pipeline", "evaluates", schedule="interleaved_1f1b", micro_batches=4),
-        "pipeline cut": made("pipeline", split_points=["head"]),
+        "ddp": training_check("ddp", "clips", "evaluates"),
+        "ddp static graph": training_check("ddp", static_graph=True, gradient_as_bucket_view=False),
+        "ddp checkpointed": training_check("ddp", activation_checkpointing=True),
+        "fsdp": training_check("fsdp", "clips", "evaluates"),
+        "fsdp SHARD_GRAD_OP": training_check("fsdp", "evaluates", sharding_strategy="SHARD_GRAD_OP"),
+        "fsdp NO_SHARD": training_check("fsdp", sharding_strategy="NO_SHARD"),
+        "fsdp by size": training_check("fsdp", auto_wrap_policy="size", min_num_params=5000),
+        "fsdp by class, checkpointed": training_check("fsdp", transformer_layer_cls=["Block"], activation_checkpointing=True),
+        "fsdp offloaded": training_check("fsdp", cpu_offload=True, auto_wrap_policy="none"),
+        "fsdp bf16": training_check("fsdp", mixed_precision="bf16", reduce_dtype="fp32"),
+        "tp": training_check("tp", "clips", "evaluates"),
+        "tp by plan": training_check("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
+        "tp of sequences": training_check("tp", "clips", sequence_parallel=True),
+        "pipeline gpipe": training_check("pipeline", "evaluates", schedule="gpipe", micro_batches=4),
+        "pipeline 1f1b": training_check("pipeline", "clips", "evaluates", micro_batches=4),
+        "pipeline interleaved": training_check("pipeline", "evaluates", schedule="interleaved_1f1b", micro_batches=4),
+        "pipeline cut": training_check("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
         "pipeline in bfloat16": pipeline_in_bfloat16,
         "frozen replicas": frozen_replicas,
@@ -366,50 +377,50 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "powersgd": powersgd_sends_less,
         "buckets": buckets,
         "accumulation": accumulation,
-        "local sgd": drifting_apart,
-        "means": means,
+        "local sgd": local_sgd_differences,
+        "means": bucketed_means,
         "whole state": whole_state,
         "refusals": refusals,
-        "evaluation mode": mode,
-        "no samples": no_samples,
-        **sequences(2),
-        **first_values(2),
+        "evaluation mode": evaluation_mode,
+        "no samples": empty_evaluation,
+        **sequence_checks(2),
+        **initial_value_checks(2),
     },
     4: {
-        "ddp": made("ddp"),
-        "fsdp": made("fsdp"),
-        "fsdp HYBRID_SHARD": made("fsdp", "clips", sharding_strategy="HYBRID_SHARD", shard_size=2),
-        "tp": made("tp"),
-        "hybrid": made("hybrid", "clips", "evaluates", tp_size=2),
-        "hybrid checkpointed": made("hybrid", tp_size=2, activation_checkpointing=True),
-        "hybrid of sequences": made("hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True),
-        "pipeline": made("pipeline", "evaluates", micro_batches=8),
-        "pipeline of replicas": made("pipeline", "clips", "evaluates", stages=2, micro_batches=2),
-        "pipeline of replicas, interleaved": made(
+        "ddp": training_check("ddp"),
+        "fsdp": training_check("fsdp"),
+        "fsdp HYBRID_SHARD": training_check("fsdp", "clips", sharding_strategy="HYBRID_SHARD", shard_size=2),
+        "tp": training_check("tp"),
+        "hybrid": training_check("hybrid", "clips", "evaluates", tp_size=2),
+        "hybrid checkpointed": training_check("hybrid", tp_size=2, activation_checkpointing=True),
+        "hybrid of sequences": training_check("hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True),
+        "pipeline": training_check("pipeline", "evaluates", micro_batches=8),
+        "pipeline of replicas": training_check("pipeline", "clips", "evaluates", stages=2, micro_batches=2),
+        "pipeline of replicas, interleaved": training_check(
             "pipeline", blocks=4, stages=2, micro_batches=2, schedule="interleaved_1f1b", stages_per_rank=3
         ),
-        "replicas × tp": made("hybrid", tp_size=2, shard_size=1),
-        "stages × tp": made("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
-        "stages × shards": made("pipeline", "clips", stages=2, shard_size=2, activation_checkpointing=True),
-        "stages × shards, interleaved": made(
+        "replicas × tp": training_check("hybrid", tp_size=2, shard_size=1),
+        "stages × tp": training_check("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
+        "stages × shards": training_check("pipeline", "clips", stages=2, shard_size=2, activation_checkpointing=True),
+        "stages × shards, interleaved": training_check(
             "pipeline", stages=2, shard_size=2, micro_batches=2, schedule="interleaved_1f1b", sharding_strategy="SHARD_GRAD_OP"
         ),
         "mesh groups": mesh_groups,
         "calls without a plan": in_float64(calls_without_plan),
-        **sequences(4),
-        **first_values(4),
+        **sequence_checks(4),
+        **initial_value_checks(4),
     },
     8: {
-        "replicas × shards × tp": made("hybrid", "clips", tp_size=2, shard_size=2),
-        "stages × shards × tp": made(
+        "replicas × shards × tp": training_check("hybrid", "clips", tp_size=2, shard_size=2),
+        "stages × shards × tp": training_check(
             "pipeline", "clips", "evaluates", stages=2, shard_size=2, tp_size=2, sequence_parallel=True
         ),
-        "stages × replicas × tp": made("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
-        "stages × replicas × shards": made("pipeline", stages=2, shard_size=2),
-        **first_values(8),
+        "stages × replicas × tp": training_check("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
+        "stages × replicas × shards": training_check("pipeline", stages=2, shard_size=2),
+        **initial_value_checks(8),
     },
 }
 
 
 if __name__ == "__main__":
-    answer(CHECKS)
+    run_checks(CHECKS)

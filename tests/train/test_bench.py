@@ -1,4 +1,4 @@
-"""The measurements as people call them, and the sample as a launcher starts it."""
+"""``distflow train bench``, and the sample GPT under the launcher."""
 
 from __future__ import annotations
 

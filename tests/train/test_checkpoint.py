@@ -89,8 +89,8 @@ LOAD = (
 )
 
 
-def test_a_killed_rank_changes_nothing_in_the_end(start_with_torch: Start, tmp_path: Path) -> None:
-    """Killed in the middle of an epoch, between two checkpoints; weights and optimizer equal bit for bit."""
+def test_training_with_a_killed_rank_ends_with_the_same_weights(start_with_torch: Start, tmp_path: Path) -> None:
+    """The rank is killed in the middle of an epoch, between two checkpoints. Weights and optimizer are equal bit for bit."""
     killed = start_with_torch(TRAIN, "--size", "2", "--max-restarts", "1", arguments=("8", str(tmp_path / "killed")))
     assert killed.wait() == 0, killed.stderr
     whole = start_with_torch(TRAIN, "--size", "2", arguments=("0", str(tmp_path / "whole")))
@@ -106,7 +106,7 @@ def test_a_killed_rank_changes_nothing_in_the_end(start_with_torch: Start, tmp_p
     assert "rank 1 failed first" in killed.stderr
     assert "Warning" not in whole.stderr
 
-    # On another number of ranks, and under the other strategy.
+    # The checkpoints can be loaded on other numbers of ranks, and with the other strategy.
     saved = {record[kind] for record in ends for kind in ("ddp", "fsdp")}
     for size in ("1", "4"):
         run = start_with_torch(LOAD, "--size", size, arguments=(str(tmp_path / "whole"),))
@@ -119,7 +119,7 @@ def test_a_killed_rank_changes_nothing_in_the_end(start_with_torch: Start, tmp_p
             assert {record["digest"] for place, record in loaded.items() if place[0] == source} == {ends[0][source]}
 
 
-ALONE = (
+ONE_RANK = (
     MODELS
     + """
     from pathlib import Path
@@ -141,7 +141,7 @@ ALONE = (
         checkpoints.save(number, model, optimizer)
     report = {"kept": sorted(path.name for path in folder.iterdir())}
 
-    # Newest to oldest: contents changed, cut short, without manifest, whole; and one that was never finished.
+    # From newest to oldest: changed contents, truncated, without manifest, intact. Another one was never finished.
     tensors = folder / "step-6" / "__0_0.distcp"
     data = bytearray(tensors.read_bytes())
     data[len(data) // 2] ^= 1
@@ -152,11 +152,11 @@ ALONE = (
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report["step"] = checkpoints.load_latest(model, optimizer)
-    report["warnings"] = [str(one.message) for one in caught if "broken" in str(one.message)]
+    report["warnings"] = [str(one.message) for one in caught if "is damaged" in str(one.message)]
     report["right"] = digest(model, optimizer) == digests[3]
     report["random"] = torch.rand(1).item() == torch.rand(1).item()
 
-    # The state of the moment of the call, whatever happens to the model while it is written.
+    # The checkpoint has the state at the time of the call, although the model changes while it is written.
     torch.manual_seed(5)
     step(6)
     checkpoints.async_save(6, model, optimizer)
@@ -167,7 +167,7 @@ ALONE = (
     report["random"] = torch.equal(torch.rand(1), after)
     report["left"] = sorted(path.name for path in folder.iterdir())
 
-    # Killed when one of the same step was about to take its place.
+    # As after a kill while a checkpoint replaces another one of the same step.
     (folder / "step-6").rename(folder / "step-6.old")
     (folder / "step-6.tmp").mkdir()
     report["replaced"] = checkpoints.load_latest(model, optimizer)
@@ -193,8 +193,8 @@ ALONE = (
 )
 
 
-def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) -> None:
-    run = start_with_torch(ALONE, plain=True, arguments=(str(tmp_path / "checkpoints"),))
+def test_damaged_and_incomplete_checkpoints_are_skipped(start_with_torch: Start, tmp_path: Path) -> None:
+    run = start_with_torch(ONE_RANK, plain=True, arguments=(str(tmp_path / "checkpoints"),))
     assert run.wait() == 0, run.stderr
     report = json.loads(run.stdout)
     assert report["kept"] == ["step-3", "step-4", "step-5", "step-6"]
@@ -205,8 +205,8 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert "manifest.json" in missing
     assert report["async"] == [6, True]
     assert report["random"] is True
-    assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished one is gone"
-    assert report["replaced"] == 6, "neither the old one nor the new one was lost"
+    assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished checkpoint was removed"
+    assert report["replaced"] == 6, "the replaced checkpoint can still be loaded"
     no_state, other_model, no_directory, none, keep, negative, unreadable = report["errors"]
     assert "does not contain the state of loader, nor of other objects" in no_state
     assert "cannot be loaded into this model and optimizer" in other_model
@@ -217,7 +217,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert "would refuse it: the state of loader or scheduler contains " in unreadable
 
 
-TWO = (
+TWO_RANKS = (
     MODELS
     + """
     place = train.init(timeout=60)
@@ -225,7 +225,7 @@ TWO = (
     model, optimizer = build("ddp")
     warnings.simplefilter("always")
 
-    # Reductions of the training go on while a checkpoint is written.
+    # The collectives of the training continue while a checkpoint is written.
     checkpoints = train.Checkpoints()
     checkpoints.async_save(1, model, optimizer)
     for _ in range(50):
@@ -234,7 +234,7 @@ TWO = (
     checkpoints.wait()
     train.report(step=checkpoints.load_latest(model, optimizer), what="async")
 
-    # Weights travel from one worker to another one, under another strategy.
+    # The weights of a worker are copied to another worker with another strategy.
     def loss_of(model, batch):
         return (model(batch) ** 2).mean()
 
@@ -242,13 +242,13 @@ TWO = (
     losses = [one.train_step(torch.ones(4, 6)) for _ in range(5)]
     sent = one.get_model_state()
     before = other.get_model_state()
-    # As a program writes it, every rank gives the state that it got; rank 0's counts.
+    # Every rank passes a state, but only rank 0's is used.
     other.set_model_state(sent if rank == 0 else {name: value + 1 for name, value in sent.items()})
     received = other.get_model_state()
     equal = [all(torch.equal(sent[name], state[name]) for name in sent) for state in (before, received)]
     train.report(step=5, what="worker", names=str(sorted(received)), equal=str(equal), falls=losses[-1] < losses[0])
 
-    # Also to and from a pipeline, whose stages hold a part each.
+    # The same to and from a pipeline, each of whose stages holds a part of the weights.
     stages = train.parallelize(build("none")[0], "pipeline", loss=lambda outputs, targets: (outputs - targets).square().mean())
     piped = train.Worker(stages, torch.optim.AdamW(stages.parameters(), lr=0.01), loss_of)
     before = piped.get_model_state()
@@ -269,7 +269,7 @@ TWO = (
         falls = losses[-1] < losses[0]
         train.report(step=5, what="piped", names=str(sorted(arrived)), equal=str(equal), falls=falls, error=str(error))
 
-    # What fails on one rank fails on all, and says where.
+    # A failure on one rank is an error on all ranks. The error names the rank.
     class Bad:
         def state_dict(self):
             raise OSError("no room")
@@ -278,11 +278,11 @@ TWO = (
     except train.CheckpointError as error:
         train.report(step=3, what="bad", error=str(error))
 
-    # Each rank with a disk of its own: any of them holds all that was saved, also of a sharded model.
+    # If each rank has its own disk, each disk has the complete checkpoint, also of a sharded model.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         apart = train.Checkpoints(f"{sys.argv[1]}/apart-{rank}", keep_last=1)
-    said = " ".join(str(one.message) for one in caught)
+    warning = " ".join(str(one.message) for one in caught)
     sharded, sharded_optimizer = build("fsdp")
     nn.functional.cross_entropy(sharded(torch.ones(4, 6)), torch.zeros(4, dtype=torch.int64)).backward()
     sharded_optimizer.step()
@@ -291,7 +291,7 @@ TWO = (
     wanted = digest(sharded, sharded_optimizer)
     files = {path.name for path in apart.directory.glob("step-2/*")}
     for lost in (0, 1):
-        # A new machine with nothing, then one whose files are of another time.
+        # First a new machine without files, then a machine with a damaged file.
         if rank == lost:
             if lost == 0:
                 shutil.rmtree(apart.directory)
@@ -302,23 +302,23 @@ TWO = (
         fresh, fresh_optimizer = build("fsdp")
         found = apart.load_latest(fresh, fresh_optimizer)
         same = digest(fresh, fresh_optimizer) == wanted
-        there = {path.name for path in apart.directory.glob("step-2/*")} == files
-        train.report(step=found, what=f"apart without {lost}", warned=said, same=same, there=there, count=len(files))
+        complete = {path.name for path in apart.directory.glob("step-2/*")} == files
+        train.report(step=found, what=f"apart without {lost}", warning=warning, same=same, complete=complete, count=len(files))
     if rank == 0:
         shutil.rmtree(apart.directory)  # while it is in use
     dist.barrier()
     try:
         apart.save(3, build("none")[0])
-        train.report(step=3, what="made anew")
+        train.report(step=3, what="recreated")
     except train.CheckpointError as error:
         train.report(step=3, what="failed", error=str(error))
-    train.report(step=checkpoints.load_latest(model, optimizer), what="still")
+    train.report(step=checkpoints.load_latest(model, optimizer), what="loaded last")
 """
 )
 
 
-def test_ranks_save_together_and_fail_together(start_with_torch: Start, tmp_path: Path) -> None:
-    run = start_with_torch(TWO, "--size", "2", arguments=(str(tmp_path),), DISTFLOW_CHECKPOINT=str(tmp_path / "shared"))
+def test_ranks_save_checkpoints_and_copy_weights_together_and_fail_together(start_with_torch: Start, tmp_path: Path) -> None:
+    run = start_with_torch(TWO_RANKS, "--size", "2", arguments=(str(tmp_path),), DISTFLOW_CHECKPOINT=str(tmp_path / "shared"))
     assert run.wait() == 0, run.stderr
     records = {(record["what"], record["rank"]): record for record in run.records}
     for rank in (0, 1):
@@ -334,14 +334,14 @@ def test_ranks_save_together_and_fail_together(start_with_torch: Start, tmp_path
         assert records["bad", rank]["error"] == "rank 0: OSError: no room"
         for lost in (0, 1):
             apart = records[f"apart without {lost}", rank]
-            assert (apart["step"], apart["same"], apart["there"], apart["count"]) == (2, True, True, 7)
-        assert ("made anew", rank) in records
-        assert records["still", rank]["step"] == 2
-    assert "is not the same directory for rank 1 as for rank 0" in records["apart without 0", 0]["warned"]
+            assert (apart["step"], apart["same"], apart["complete"], apart["count"]) == (2, True, True, 7)
+        assert ("recreated", rank) in records
+        assert records["loaded last", rank]["step"] == 2
+    assert "is not the same directory for rank 1 as for rank 0" in records["apart without 0", 0]["warning"]
     assert sorted(path.name for path in (tmp_path / "shared").glob("step-[12]")) == ["step-1", "step-2"]
 
 
-LEFT = """
+FINISH_WHILE_WRITING = """
     import os, threading, torch.distributed as dist
     from torch import nn
     from distflow import train
@@ -353,33 +353,33 @@ LEFT = """
     left, waited = threading.Event(), threading.Event()
     describe, destroy, wait = manifest.describe, dist.destroy_process_group, checkpoints.wait
 
-    def slow(*given):
-        wait_until(lambda: left.is_set() or waited.is_set(), 60, "the world to be left, or the writer to be waited for")
+    def slow_describe(*given):
+        wait_until(lambda: left.is_set() or waited.is_set(), 60, "finish() leaves the world, or waits for the checkpoint")
         return describe(*given)
 
     def leave():
         destroy()
         left.set()
 
-    def wait_for_it():
+    def note_wait():
         waited.set()
         wait()
 
-    manifest.describe, dist.destroy_process_group = slow, leave
+    manifest.describe, dist.destroy_process_group = slow_describe, leave
     checkpoints.async_save(1, nn.Linear(2, 2))
-    checkpoints.wait = wait_for_it
+    checkpoints.wait = note_wait
     train.finish()
     print(os.listdir("checkpoints"))
 """
 
 
-def test_a_checkpoint_that_is_being_written_when_the_world_is_left_is_whole_then(start_with_torch: Start) -> None:
-    run = start_with_torch(LEFT, plain=True)
+def test_finish_waits_for_a_checkpoint_that_is_being_written(start_with_torch: Start) -> None:
+    run = start_with_torch(FINISH_WHILE_WRITING, plain=True)
     assert run.wait() == 0, run.stderr
     assert run.stdout == "['step-1']\n"
 
 
-def test_a_process_whose_last_checkpoint_failed_has_failed(start: Start) -> None:
+def test_a_process_fails_if_its_last_checkpoint_fails(start: Start) -> None:
     run = start(
         """
         import errno
@@ -387,10 +387,10 @@ def test_a_process_whose_last_checkpoint_failed_has_failed(start: Start) -> None
         from distflow import train
         from distflow.train.checkpoints import manifest
 
-        def full(*given):
+        def fail(*given):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        manifest.publish = full
+        manifest.publish = fail
         train.init()
         train.Checkpoints("checkpoints").async_save(1, nn.Linear(2, 2))
         """,

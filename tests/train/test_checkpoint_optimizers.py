@@ -1,4 +1,4 @@
-"""What an optimizer is when it is saved is what it is when it is loaded, also before its first step."""
+"""Checkpoints of optimizers: a loaded optimizer continues like the saved one, also before its first step and with local SGD."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = """
     place = train.init(timeout=60)
 
     class Half(nn.Module):
-        \"\"\"Has a layer that takes no part in the result.\"\"\"
+        \"\"\"A model with a layer that does not contribute to the result.\"\"\"
 
         def __init__(self):
             super().__init__()
@@ -65,7 +65,7 @@ OPTIMIZERS = (
             train.report(step=4, name=name, what="saved", weights=weights(model))
             for tried in (False, True):
                 model, optimizer = build(name)
-                if tried:  # such as a pass that looks whether the memory suffices
+                if tried:  # such as a pass that tests whether the memory suffices
                     train.backward(model, torch.ones(2, 4), torch.ones(2, 2), nn.functional.mse_loss)
                 step = checkpoints.load_latest(model, optimizer)
                 optimizer.zero_grad()
@@ -75,8 +75,8 @@ OPTIMIZERS = (
 )
 
 
-def test_saving_changes_nothing_and_loading_goes_on_from_there(start_with_torch: Start, tmp_path: Path) -> None:
-    """Before the first step, and where a parameter never got a gradient: the optimizer has no state of those."""
+def test_training_that_is_saved_or_resumed_ends_with_the_same_weights(start_with_torch: Start, tmp_path: Path) -> None:
+    """The optimizer has no state before its first step, and none for a parameter that never gets a gradient."""
     run = start_with_torch(OPTIMIZERS, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
     for name in ("adamw", "sgd"):
@@ -85,7 +85,7 @@ def test_saving_changes_nothing_and_loading_goes_on_from_there(start_with_torch:
         assert {what for what, weights in ends.items() if weights != ends["without"]} == set()
 
 
-LOCAL = (
+LOCAL_SGD = (
     STEPS
     + """
     def build():
@@ -119,21 +119,23 @@ LOCAL = (
 )
 
 
-def test_ranks_that_average_at_times_go_on_where_they_were(start_with_torch: Start, tmp_path: Path) -> None:
-    """After an average bit for bit, with the next one when it is due; between two from the mean: no rank's work is lost."""
-    run = start_with_torch(LOCAL, "--size", "2", arguments=(str(tmp_path / "checkpoints"),))
+def test_local_sgd_is_resumed_from_a_checkpoint(start_with_torch: Start, tmp_path: Path) -> None:
+    """Right after an average, training continues bit for bit. Between two averages, it continues from the mean of the ranks."""
+    run = start_with_torch(LOCAL_SGD, "--size", "2", arguments=(str(tmp_path / "checkpoints"),))
     assert run.wait() == 0, run.stderr
     for rank in (0, 1):
-        said = {record["what"]: record for record in run.records if record["rank"] == rank}
-        assert said["resumed 5"]["weights"] == said["whole"]["weights"]
-        assert [(said[f"mean {at}"]["same"], said[f"mean {at}"]["count"]) for at in (5, 7)] == [(True, at) for at in (5, 7)]
+        records = {record["what"]: record for record in run.records if record["rank"] == rank}
+        assert records["resumed 5"]["weights"] == records["whole"]["weights"]
+        assert [(records[f"mean {at}"]["same"], records[f"mean {at}"]["count"]) for at in (5, 7)] == [
+            (True, at) for at in (5, 7)
+        ]
 
 
-WITHOUT = (
+MEANS = (
     STEPS
     + """
     class Tied(nn.Module):
-        \"\"\"Has two names for one matrix.\"\"\"
+        \"\"\"A model with two names for one matrix.\"\"\"
 
         def __init__(self):
             super().__init__()
@@ -171,14 +173,14 @@ WITHOUT = (
 )
 
 
-def test_what_is_taken_of_ranks_that_are_apart_is_their_mean(start_with_torch: Start, tmp_path: Path) -> None:
-    """Also without the optimizer, and of parameters that have two names."""
-    run = start_with_torch(WITHOUT, "--size", "2", arguments=(str(tmp_path),))
+def test_saved_and_returned_weights_of_local_sgd_are_the_mean_of_the_ranks(start_with_torch: Start, tmp_path: Path) -> None:
+    """This also applies to checkpoints without the optimizer, and to a parameter with two names."""
+    run = start_with_torch(MEANS, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
     assert [(record["wrong"], record["kept"]) for record in run.records] == [("[]", True)] * 2
 
 
-def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start_with_torch: Start) -> None:
+def test_an_optimizer_that_cannot_be_loaded_is_not_saved(start_with_torch: Start) -> None:
     run = start_with_torch(
         """
         import torch
@@ -189,7 +191,7 @@ def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start_with_tor
         optimizer = torch.optim.LBFGS(model.parameters())
         checkpoints = train.Checkpoints("checkpoints")
 
-        def again():
+        def closure():
             optimizer.zero_grad()
             loss = model(torch.ones(1, 2)).sum()
             loss.backward()
@@ -199,21 +201,21 @@ def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start_with_tor
             try:
                 checkpoints.save(step, model, optimizer)
                 checkpoints.load_latest(model, optimizer)
-                said = ""
+                message = ""
             except (train.CheckpointError, ValueError, TypeError) as error:
-                said = str(error)
-            train.report(step=step, said=said)
-            optimizer.step(again)
+                message = str(error)
+            train.report(step=step, message=message)
+            optimizer.step(closure)
         checkpoints.save(2, model)
-        train.report(step=checkpoints.load_latest(model), said="LBFGS without it")
+        train.report(step=checkpoints.load_latest(model), message="saved without LBFGS")
         """,
         plain=True,
     )
     assert run.wait() == 0, run.stderr
-    assert [("LBFGS" in record["said"], record["step"]) for record in run.records] == [(True, step) for step in range(3)]
+    assert [("LBFGS" in record["message"], record["step"]) for record in run.records] == [(True, step) for step in range(3)]
 
 
-APART = (
+DIFFERENT_STATES = (
     STEPS
     + """
     def build(kind):
@@ -233,7 +235,7 @@ APART = (
         checkpoints.load_latest(other, its_optimizer)
         train.report(step=3, what=kind, before=statistics(model), after=statistics(other))
 
-    # Each rank sees words that the other does not.
+    # Each rank gets another word, so that the states of the optimizer differ.
     def build_words():
         torch.manual_seed(0)
         model = train.parallelize(nn.Embedding(4, 2), "ddp")
@@ -256,11 +258,11 @@ APART = (
 )
 
 
-def test_what_differs_by_rank_is_saved_of_one(start_with_torch: Start, tmp_path: Path) -> None:
-    """Statistics of BatchNorm, and the states of an optimizer whose ranks take steps of their own."""
-    run = start_with_torch(APART, "--size", "2", arguments=(str(tmp_path),))
+def test_state_that_differs_between_ranks_is_saved_from_rank_0(start_with_torch: Start, tmp_path: Path) -> None:
+    """Statistics of BatchNorm differ between ranks, and so do the states of an optimizer under local SGD."""
+    run = start_with_torch(DIFFERENT_STATES, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
-    said = {(record["what"], record["rank"]): record for record in run.records}
+    records = {(record["what"], record["rank"]): record for record in run.records}
     for what in ("ddp", "fsdp", "words"):
-        assert said[what, 0]["before"] != said[what, 1]["before"]
-    assert [(what, rank) for what, rank in said if said[what, rank]["after"] != said[what, 0]["before"]] == []
+        assert records[what, 0]["before"] != records[what, 1]["before"]
+    assert [(what, rank) for what, rank in records if records[what, rank]["after"] != records[what, 0]["before"]] == []

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are in parts, loaded under every other strategy and on other numbers of ranks."""
+"""Checkpoints of models that are divided among ranks: other strategies and numbers of ranks can load them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCRIPT = """
         return model, (torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW)(groups, lr=lr)
 
     def digests(model, optimizer):
-        \"\"\"By name of the whole model: a hash of the parameter and its states, and the settings of its group.\"\"\"
+        \"\"\"Name in the whole model → a hash of the parameter and its states, and the settings of its group.\"\"\"
         states = get_state_dict(getattr(model, "part", model), optimizer, options=StateDictOptions(full_state_dict=True))
         found = {}
         for name, value in states[0].items():
@@ -88,8 +88,8 @@ SOURCES = {"tp", "pipeline", "pipeline sgd"}
 NAMES = {f"{layer}.{name}" for layer in (0, 2, 4, 5) for name in ("weight", "bias")}
 
 
-def test_a_model_in_parts_is_loaded_under_every_strategy(start_with_torch: Start, tmp_path: Path) -> None:
-    """Saved by 2 ranks, loaded by 2, 1 and 4: parameters, optimizer states, and the settings of the optimizer's groups."""
+def test_a_divided_model_can_be_loaded_with_every_strategy(start_with_torch: Start, tmp_path: Path) -> None:
+    """2 ranks save, and 2, 1 and 4 ranks load the parameters, the optimizer's states and the settings of its groups."""
     saved: dict[str, dict[str, str]] = {}
     for size, kinds in {
         2: {"saved", "ddp", "fsdp", "tp", "pipeline"},

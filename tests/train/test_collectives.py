@@ -1,4 +1,4 @@
-"""Where a rank is among its collectives, by torch's flight recorder: the real one of gloo, and records as NCCL's look."""
+"""The current collective of a rank in torch's flight recorder: of real ranks with gloo, and in entries like those of NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
 def entry(number: int, operation: str, state: str, *, retired: bool = False, p2p: bool = False) -> dict[str, Any]:
-    """As torch 2.13 writes it (FlightRecorderDetail.hpp); NCCL's records have states, gloo's only say `retired`."""
+    """Return an entry as torch 2.13 records it (FlightRecorderDetail.hpp). Entries of gloo have no states, only `retired`."""
     return {
         "record_id": number, "collective_seq_id": number, "profiling_name": operation, "state": state, "retired": retired,
         "is_p2p": p2p, "process_group": ["0", "default_pg"],
@@ -26,7 +26,7 @@ def entry(number: int, operation: str, state: str, *, retired: bool = False, p2p
 
 
 @pytest.mark.parametrize(
-    ("entries", "place"),
+    ("entries", "expected"),
     [
         ([], (0, "", True, 0)),
         ([entry(1, "gloo:barrier", "scheduled", retired=True)], (1, "barrier", True, 1)),
@@ -48,10 +48,12 @@ def entry(number: int, operation: str, state: str, *, retired: bool = False, p2p
         ),
         ([entry(1, "unknown", "started")], (1, "unknown", False, 1)),
     ],
-    ids=["none", "over", "waits", "queued", "sends", "other name"],
+    ids=["no entry", "finished", "waiting", "queued", "point to point", "unknown name"],
 )
-def test_the_first_that_has_not_ended_is_where_it_is(entries: list[dict[str, Any]], place: tuple[int, str, bool, int]) -> None:
-    assert tuple(current_collective(entries).values()) == place
+def test_the_current_collective_is_the_first_unfinished_one(
+    entries: list[dict[str, Any]], expected: tuple[int, str, bool, int]
+) -> None:
+    assert tuple(current_collective(entries).values()) == expected
 
 
 SCRIPT = """
@@ -68,23 +70,23 @@ dist.barrier()
 """
 
 
-def told(folder: Path, pid: int) -> Any:
-    at = os.open(folder, os.O_RDONLY)
+def read_collectives(folder: Path, pid: int) -> Any:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(f"/proc/self/fd/{at}/collectives-{pid}")
+            caller.connect(f"/proc/self/fd/{descriptor}/collectives-{pid}")
             return json.loads(b"".join(iter(lambda: caller.recv(65536), b"")))
     finally:
-        os.close(at)
+        os.close(descriptor)
 
 
-def test_ranks_that_wait_in_torch_answer_all_the_same(start_with_torch: Start, tmp_path: Path) -> None:
-    folder = tmp_path / ("attempt" * 20)  # more than an address of a socket can be
+def test_ranks_that_wait_in_torch_report_their_collectives(start_with_torch: Start, tmp_path: Path) -> None:
+    folder = tmp_path / ("attempt" * 20)  # longer than the address of a socket may be
     folder.mkdir()
     run = start_with_torch(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(folder))
     pids = {record["rank"]: record["pid"] for record in run.wait_for_records(2)}
-    wait_until(lambda: told(folder, pids[0])["groups"][0]["operation"] == "barrier", DEADLINE_S)
-    waiting, elsewhere = (told(folder, pids[rank]) for rank in (0, 1))
+    wait_until(lambda: read_collectives(folder, pids[0])["groups"][0]["operation"] == "barrier", DEADLINE_S)
+    waiting, elsewhere = (read_collectives(folder, pids[rank]) for rank in (0, 1))
     assert waiting["groups"][0] == {
         "name": "0 default_pg", "ranks": [0, 1], "number": 4, "operation": "barrier", "is_over": False, "entered": 4,
     }  # fmt: skip
@@ -94,6 +96,6 @@ def test_ranks_that_wait_in_torch_answer_all_the_same(start_with_torch: Start, t
     assert (mine["name"].split()[-1], mine["ranks"], mine["number"]) == ("mine", [1], 0)
 
 
-def test_a_record_that_does_not_name_its_groups_is_not_guessed_at(start_with_torch: Start, tmp_path: Path) -> None:
+def test_entries_without_their_group_are_not_reported(start_with_torch: Start, tmp_path: Path) -> None:
     run = start_with_torch(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(tmp_path), DISTFLOW_DEBUG="1")
-    assert [told(tmp_path, record["pid"]) for record in run.wait_for_records(2)] == [{}, {}]
+    assert [read_collectives(tmp_path, record["pid"]) for record in run.wait_for_records(2)] == [{}, {}]

@@ -1,4 +1,4 @@
-"""Splits, batch sizes, samplers and batchers, in one process: each rank's share is a value."""
+"""Splits, batch sizes, samplers, loaders and batchers, in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from distflow.train.strategies.description import current_strategy, data_shard, 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     assert {"Loader", "init", "launch"} <= {*dir(distflow.train)}
     tree = ast.parse(Path(distflow.train.__file__).read_text())
     imported = {
@@ -44,7 +44,7 @@ def test_every_public_name_is_there() -> None:
     }
     lazy = distflow.train._MODULES.items()
     wanted = {name: f"distflow.train.{module}" for name, module in lazy if module != "deprecated"}
-    assert imported == wanted, "type checkers know all names that are not deprecated"
+    assert imported == wanted, "type checkers find all names that are not deprecated"
     for name in distflow.train._MODULES:
         assert getattr(distflow.train, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -60,14 +60,14 @@ def test_a_split_is_balanced() -> None:
             balanced_split(n, parts)
 
 
-def test_batch_sizes_are_named_apart() -> None:
+def test_batch_sizes_are_computed_per_rank_and_in_total() -> None:
     sizes = batch_sizes(global_batch_size=256, shares=8, accumulation=2)
     assert (sizes.per_rank, sizes.total, sizes.shares, sizes.accumulation) == (16, 256, 8, 2)
     assert batch_sizes(per_rank_batch_size=16, shares=8).total == 128
-    assert batch_sizes(per_rank_batch_size=64).total == 64, "a world of one"
+    assert batch_sizes(per_rank_batch_size=64).total == 64, "one rank"
 
 
-def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
+def test_a_per_rank_batch_size_that_looks_like_the_global_one_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"256 is 32 x 8 ranks.*2048 samples.*global_batch_size=256"):
         batch_sizes(per_rank_batch_size=256, shares=8)
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"global_batch_size": 100, "shares": 8}, "multiple of 8, such as 96"),
         ({"global_batch_size": 64, "per_rank_batch_size": 16, "shares": 8}, "make 128; give only one"),
@@ -84,15 +84,15 @@ def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
         ({"per_rank_batch_size": 0}, "per_rank_batch_size=0: give 1 or more"),
     ],
 )
-def test_wrong_batch_sizes_are_explained(given: dict[str, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_batch_sizes_are_explained(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         batch_sizes(**given)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "sizes"),
     [
-        # What each share's loader gives, and the samples of a step.
+        # The sizes: the batch of each share's loader, and all samples of a step.
         ("ddp", {"global_batch_size": 16}, (4, 16)),
         ("tp", {"global_batch_size": 16}, (16, 16)),
         ("hybrid", {"tp_size": 2, "global_batch_size": 16}, (8, 16)),
@@ -101,7 +101,7 @@ def test_wrong_batch_sizes_are_explained(given: dict[str, int], said: str) -> No
         ("pipeline", {"global_batch_size": 16, "micro_batch_size": 4, "micro_batches": 4}, (16, 16)),
     ],
 )
-def test_batches_are_those_of_the_strategy(
+def test_batch_sizes_come_from_the_strategy(
     tmp_path: Path, kind: str, options: dict[str, int], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -110,17 +110,17 @@ def test_batches_are_those_of_the_strategy(
         set_current_strategy(make_strategy(kind, 4, options), rank=0)
         found = batch_sizes()
         assert (found.per_rank, found.total) == sizes
-        assert batch_sizes(global_batch_size=32).per_rank == 32 // found.shares, "what is given goes first"
+        assert batch_sizes(global_batch_size=32).per_rank == 32 // found.shares, "an argument takes precedence"
         if found.shares == 2:
             with pytest.warns(UserWarning, match=r"128 is 32 x 4 ranks: each of 2 shares.*256 samples"):
                 batch_sizes(per_rank_batch_size=128)
         elif found.shares == 1:
-            assert batch_sizes(per_rank_batch_size=128).total == 128, "nothing is multiplied"
+            assert batch_sizes(per_rank_batch_size=128).total == 128, "all ranks use the same data"
     finally:
         finish()
 
 
-def test_who_leaves_the_world_leaves_its_strategy() -> None:
+def test_finish_resets_the_strategy() -> None:
     set_current_strategy(make_strategy("hybrid", 4, {"tp_size": 2, "gradient_accumulation_steps": 3}), rank=2)
     assert (data_shard(), current_strategy().passes) == ((1, 2), 3)
     finish()
@@ -131,7 +131,7 @@ def samplers(world_size: int, length: int = 11, **options: Any) -> list[EpochSam
     return [EpochSampler(length, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
-def test_no_sample_is_lost_and_padding_is_the_default() -> None:
+def test_an_uneven_number_of_samples_is_padded_by_default_or_kept_or_dropped() -> None:
     padded = [list(sampler) for sampler in samplers(4)]
     assert [len(share) for share in padded] == [3, 3, 3, 3]
     assert {index for share in padded for index in share} == set(range(11))
@@ -144,7 +144,7 @@ def test_no_sample_is_lost_and_padding_is_the_default() -> None:
     assert all(len(list(sampler)) == len(sampler) for sampler in samplers(3, uneven="keep"))
 
 
-def test_the_order_changes_with_the_epoch_and_not_with_the_world() -> None:
+def test_the_order_changes_with_the_epoch_but_not_with_the_number_of_ranks() -> None:
     (one,) = samplers(1)
     first = list(one)
     one.set_epoch(1)
@@ -156,7 +156,7 @@ def test_the_order_changes_with_the_epoch_and_not_with_the_world() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_epoch_goes_on_at_the_next_sample_on_any_number_of_ranks(world_size: int) -> None:
+def test_an_epoch_is_resumed_at_the_next_sample_on_any_number_of_ranks(world_size: int) -> None:
     (whole,) = samplers(1)
     before = samplers(2)
     begun = [list(sampler)[:2] for sampler in before]
@@ -169,7 +169,7 @@ def test_an_epoch_goes_on_at_the_next_sample_on_any_number_of_ranks(world_size: 
     assert [share[0] for share in rest] == list(whole)[4 : 4 + world_size]
 
 
-def test_the_state_of_other_samples_is_refused() -> None:
+def test_the_state_of_a_different_sampler_is_refused() -> None:
     state = EpochSampler(11, seed=1).state_dict()
     for other in (EpochSampler(12, seed=1), EpochSampler(11, seed=2), EpochSampler(11, seed=1, shuffle=False)):
         with pytest.raises(ValueError, match="the state is of a sampler with"):
@@ -177,8 +177,8 @@ def test_the_state_of_other_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_is_resumed_after_the_batch_that_was_taken(workers: int) -> None:
-    """Workers fetch ahead; what counts is what was handed out."""
+def test_a_loader_is_resumed_after_the_last_returned_batch(workers: int) -> None:
+    """Workers fetch batches in advance. Only batches that the loader has returned count."""
 
     def batches(loader: Loader) -> Iterator[tuple[int, list[int]]]:
         for _ in range(3):
@@ -202,8 +202,8 @@ def test_a_loader_is_resumed_after_the_batch_that_was_taken(workers: int) -> Non
         assert list(batches(other))[: 12 - taken] == whole[taken:]
 
 
-class Drawn(torch.utils.data.Dataset[list[float]]):
-    """Draws from every source as it is asked for a sample, as one that crops and flips does; opened by its worker."""
+class RandomDataset(torch.utils.data.Dataset[list[float]]):
+    """A dataset that draws random numbers for each sample, as random crops do. A worker must open it first."""
 
     opened = False
 
@@ -218,16 +218,16 @@ class Drawn(torch.utils.data.Dataset[list[float]]):
 def open_dataset(_worker: int) -> None:
     info = torch.utils.data.get_worker_info()
     assert info is not None
-    assert isinstance(info.dataset, Drawn)
+    assert isinstance(info.dataset, RandomDataset)
     info.dataset.opened = True
 
 
-def test_what_workers_draw_goes_on_as_well() -> None:
-    """From where the state was saved, and with any number of workers and ranks."""
+def test_random_numbers_of_workers_are_resumed_too() -> None:
+    """The numbers do not depend on the number of workers and ranks."""
 
     def make(workers: int, rank: int = 0, world_size: int = 1) -> Loader:
         options: dict[str, Any] = {"num_workers": workers, "worker_init_fn": open_dataset, "collate_fn": list}
-        return Loader(Drawn(), 2, seed=4, rank=rank, world_size=world_size, **options)
+        return Loader(RandomDataset(), 2, seed=4, rank=rank, world_size=world_size, **options)
 
     one = make(1)
     whole = [list(one), list(one)]
@@ -243,14 +243,14 @@ def test_what_workers_draw_goes_on_as_well() -> None:
     assert list(chain(*zip(*parts, strict=True))) == list(chain(*whole[0]))
 
 
-def test_a_loader_leaves_the_random_numbers_of_the_training_alone() -> None:
+def test_a_loader_does_not_change_the_random_state_of_the_training() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     list(Loader(torch.arange(10), 3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_loader_refuses_what_it_decides_itself() -> None:
+def test_a_loader_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="omit drop_last, sampler, which the loader decides"):
         Loader([1, 2], 1, sampler=[0], drop_last=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="the dataset is empty"):
@@ -261,7 +261,7 @@ def test_a_loader_refuses_what_it_decides_itself() -> None:
         Loader(iter([1]), 1)  # type: ignore[arg-type]
 
 
-def test_join_says_what_it_takes() -> None:
+def test_join_refuses_a_plain_module() -> None:
     with pytest.raises(TypeError, match=r"Linear.*uneven=\"pad\""):
         join(nn.Linear(1, 1))
 
@@ -275,7 +275,7 @@ def test_a_batcher_fills_batches_by_count() -> None:
     assert batcher.flush() is None
 
 
-def test_a_batcher_counts_tokens_as_they_are_padded() -> None:
+def test_a_batcher_counts_tokens_with_padding() -> None:
     batcher: DynamicBatcher[str] = DynamicBatcher(max_tokens=12)
     samples = ["aaaa", "bb", "cccccc", "d", "ee", "ffff", "gggggggggggg"]
     batches = batcher.batches(samples)
@@ -283,14 +283,14 @@ def test_a_batcher_counts_tokens_as_they_are_padded() -> None:
     assert all(len(batch) * max(map(len, batch)) <= 12 for batch in batches)
 
 
-def test_both_limits_hold() -> None:
+def test_a_batcher_respects_both_limits() -> None:
     batcher: DynamicBatcher[str] = DynamicBatcher(max_samples=1, max_tokens=4)
     assert batcher.batches(["aaa", "bbb", "c"]) == [["aaa"], ["bbb"], ["c"]]
     batches = DynamicBatcher[str](max_samples=3, max_tokens=4).batches(["a", "bbbb", "c", "d", "e", "f"])
     assert batches == [["a"], ["bbbb"], ["c", "d", "e"], ["f"]]
 
 
-def test_wrong_batches_are_explained() -> None:
+def test_invalid_limits_and_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="a batch needs a limit: give max_samples, max_tokens, or both"):
         DynamicBatcher()
     with pytest.raises(ValueError, match="max_tokens=0"):
@@ -299,7 +299,7 @@ def test_wrong_batches_are_explained() -> None:
         DynamicBatcher[str](max_tokens=4).add("aaaaa")
     with pytest.raises(ValueError, match="a batch of a rank is empty"):
         equal_batches([[1], []])
-    assert equal_batches([[1, 2], [3]]) == [[1, 2], [3]], "a world of one"
+    assert equal_batches([[1, 2], [3]]) == [[1, 2], [3]], "one rank"
 
 
 def test_ranks_that_share_a_tensor_get_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which strategy a process reads, and which share of the data it takes. No torch."""
+"""The strategy that a process reads, and its share of the data. These tests do not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distflow.train.strategies.description import Strategy, current_strategy, da
 from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS
 
 
-def test_what_the_spec_says_is_what_a_rank_reads() -> None:
+def test_a_rank_reads_the_strategy_of_the_spec() -> None:
     strategy, _ = parse_strategy({"kind": "hybrid", "tp_size": 2, "mixed_precision": "bf16"}, (2, 2))
     assert strategy is not None
     read = current_strategy({"DISTFLOW_STRATEGY": json.dumps(strategy.normalized())})
@@ -40,12 +40,12 @@ VALUES: dict[str, list[object]] = {
     "micro_batches": [2, 4], "gradient_accumulation_steps": [2, 0], "micro_batch_size": [3], "global_batch_size": [16, 10],
     "timeout_s": [60, -1], "tp_size": [2, 4, 3], "shard_size": [2], "cp_size": [1, 2], "stages": [2, 8],
 }  # fmt: skip
-"""Of each option some values, also wrong ones."""
+"""Some values of each option, including invalid ones."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_sides_refuse_the_same(kind: str) -> None:
-    """Every pair of options, for 4 ranks: what the spec may not say, the program may not either, and in the same words."""
+def test_the_spec_and_the_program_refuse_the_same_options(kind: str) -> None:
+    """The spec and `make_strategy` accept and refuse the same pairs of options for 4 ranks."""
     assert set(VALUES) == {*OPTIONS, *MESH_SIZES}
     needed = {"tp_size": 2} if kind == "hybrid" else {}
     single = [(name, value) for name, values in VALUES.items() for value in values]
@@ -77,12 +77,12 @@ def test_both_sides_refuse_the_same(kind: str) -> None:
         ("ddp", {"bucket_cap": 1}, "a strategy has no option 'bucket_cap': did you mean 'bucket_cap_mb'?"),
     ],
 )
-def test_options_that_do_not_go_together_are_explained(kind: str, options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_explained(kind: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_strategy(kind, 4, options)
 
 
-def test_options_on_top_of_a_strategy_are_held_against_its_own() -> None:
+def test_options_added_to_a_strategy_are_checked_with_its_own_options() -> None:
     strategy = make_strategy("fsdp", 2, {"sharding_strategy": "NO_SHARD"})
     assert strategy.having({"timeout_s": 5}).options == {"sharding_strategy": "NO_SHARD", "timeout_s": 5}
     with pytest.raises(ValueError, match="`cpu_offload` needs shards, but NO_SHARD creates none"):
@@ -105,7 +105,7 @@ def test_an_unknown_kind_is_named(mesh: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "text", ["fsdp", "[]", "{}", '{"kind": "ddp", "mesh": 3}', '{"kind": "dpp", "mesh": {"shape": [2], "names": ["dp"]}}']
 )
-def test_another_text_is_refused(text: str) -> None:
+def test_an_invalid_strategy_variable_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"DISTFLOW_STRATEGY is {re.escape(repr(text))}, not a valid strategy such as"):
         current_strategy({"DISTFLOW_STRATEGY": text})
 
@@ -122,7 +122,7 @@ def test_another_text_is_refused(text: str) -> None:
         ((2, 2), ("dp", "fsdp"), [(0, 4), (1, 4), (2, 4), (3, 4)]),
     ],
 )
-def test_ranks_that_hold_one_model_take_the_same_data(
+def test_ranks_that_share_one_copy_of_the_model_get_the_same_data(
     shape: tuple[int, ...], names: tuple[str, ...], shares: list[tuple[int, int]]
 ) -> None:
     strategy = Strategy(kind="x", shape=shape, names=names)
@@ -136,7 +136,7 @@ def test_ranks_that_hold_one_model_take_the_same_data(
      ("pipeline", {"stages": 2, "tp_size": 2}), ("pipeline", {"shard_size": 2}), ("hybrid", {"tp_size": 2, "shard_size": 1}),
      ("fsdp", {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}), ("none", {})],
 )  # fmt: skip
-def test_both_sides_mean_the_same_mesh(kind: str, options: dict[str, object]) -> None:
+def test_the_spec_and_the_program_make_the_same_mesh(kind: str, options: dict[str, object]) -> None:
     strategy, problems = parse_strategy({"kind": kind, **options}, (4,))
     made = make_strategy(kind, 4, options)
     assert strategy is not None, problems
@@ -152,7 +152,7 @@ def test_both_sides_mean_the_same_mesh(kind: str, options: dict[str, object]) ->
         ("zero", {}, "unknown strategy 'zero'"),
     ],
 )
-def test_what_cannot_be_made_is_said(kind: str, options: dict[str, object], message: str) -> None:
+def test_the_error_explains_why_a_strategy_cannot_be_made(kind: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_strategy(kind, 4, options)
 

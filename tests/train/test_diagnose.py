@@ -1,6 +1,6 @@
-"""Every cause that a CPU can suffer, provoked in real processes: the diagnosis of what they print names it.
+"""Provoke every fault that needs no GPU in real processes: the diagnosis of their output names the cause.
 
-What needs a GPU is in ``tests/unit/diagnosis``, with the texts that torch's and NCCL's sources have.
+``tests/unit/diagnosis`` tests the faults that need a GPU, with messages from the sources of torch and NCCL.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, TaskOutcome
 from distflow.lifecycle.states import Reason
 from preloaded import start_preloaded
 
-MOUNTING = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
-"""As in ``faults.py``, which is not imported here because it imports torch."""
+NEED_MOUNT = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
+"""The constant of ``faults.py``, which is not imported here because it imports torch."""
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -29,12 +29,12 @@ FIRST: Mapping[str, FirstFailure] = {
     "rank_raises": FirstFailure(task="worker", rank="1", message="exit code 1"),
     "another_size_unchecked": FirstFailure(task="worker", rank="1", message="killed by SIGABRT"),
 }
-"""As the verdict has it, where one task clearly failed before the others."""
+"""The first failure, for faults in which one task clearly failed before the others."""
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """What each fault left, as distflow would have it of a gang of one-rank tasks."""
+    """The outcomes of each fault, as distflow records them for a gang of tasks with one rank each."""
     folder = tmp_path_factory.mktemp("faults")
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("faults.py")
@@ -93,44 +93,44 @@ EXPECTED = {
     "variable_missing": ("variable-missing", "RANK is not set in rank 0 (master on gpu1), rank 1 (worker on gpu2)"),
     "module_missing": ("module-missing", "no_such_module: not found by rank 0 (master on gpu1)"),
     "file_missing": ("file-missing", "no/such/data.npz: not found by rank 0 (master on gpu1)"),
-    "told_missing": ("rank-missing", "rank 2 (third on gpu3) did not arrive"),
-    "told_twice": ("rank-twice", "rank 1, seen by rank "),
-    "told_size": ("world-size-mismatch", "expects"),
+    "init_rank_missing": ("rank-missing", "rank 2 (third on gpu3) did not arrive"),
+    "init_rank_twice": ("rank-twice", "rank 1, seen by rank "),
+    "init_world_size_differs": ("world-size-mismatch", "expects"),
     "devices_mixed": ("devices-mixed", "on rank 0 (master on gpu1), rank 1 (worker on gpu2)"),
     "states_mixed": ("devices-mixed", "on rank 0 (master on gpu1)"),
     "shared_memory_full": ("shared-memory", "on rank 0 (master on gpu1)"),
     "disk_full": ("disk-full", "on rank 0 (master on gpu1)"),
     "disk_full_of_a_model": ("disk-full", "on rank 0 (master on gpu1)"),
-    "told_no_master": ("master-unreachable", "rank 1 (worker on gpu2) did not reach 127.0.0.1, port "),
+    "init_master_unreachable": ("master-unreachable", "rank 1 (worker on gpu2) did not reach 127.0.0.1, port "),
 }
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_the_cause_is_named(cases: dict[str, Case], fault: str) -> None:
-    if fault in MOUNTING and fault not in cases:
+    if fault in NEED_MOUNT and fault not in cases:
         pytest.skip("no mount namespaces here")
-    key, found = EXPECTED[fault]
-    told = diagnose(cases[fault])
-    assert told, _printed(cases[fault])
-    assert told[0].key == key, _printed(cases[fault])
-    assert found in told[0].found, told
-    assert told[0].remedy
+    key, text = EXPECTED[fault]
+    diagnoses = diagnose(cases[fault])
+    assert diagnoses, _output(cases[fault])
+    assert diagnoses[0].key == key, _output(cases[fault])
+    assert text in diagnoses[0].found, diagnoses
+    assert diagnoses[0].remedy
 
 
-def test_each_fault_is_expected(cases: dict[str, Case]) -> None:
-    assert set(EXPECTED) - set(MOUNTING) <= set(cases) <= set(EXPECTED)
+def test_every_fault_has_an_expected_diagnosis(cases: dict[str, Case]) -> None:
+    assert set(EXPECTED) - set(NEED_MOUNT) <= set(cases) <= set(EXPECTED)
 
 
-def test_a_killed_rank_is_named_with_whom_it_left_behind(cases: dict[str, Case]) -> None:
-    told: dict[str, Diagnosis] = {one.key: one for one in diagnose(cases["rank_killed"])}
-    assert list(told) == ["killed", "peer-died"]
-    assert told["peer-died"].found.endswith("killed by SIGKILL; rank 0 (master on gpu1) then lost the connection")
+def test_a_killed_rank_is_diagnosed_together_with_its_disconnected_peer(cases: dict[str, Case]) -> None:
+    diagnoses: dict[str, Diagnosis] = {one.key: one for one in diagnose(cases["rank_killed"])}
+    assert list(diagnoses) == ["killed", "peer-died"]
+    assert diagnoses["peer-died"].found.endswith("killed by SIGKILL; rank 0 (master on gpu1) then lost the connection")
 
 
-def test_the_words_of_the_first_to_fail_are_shown_and_not_those_of_its_peers(cases: dict[str, Case]) -> None:
-    (told,) = diagnose(cases["rank_raises"])
-    assert (told.task, told.line) == ("worker", "[rank1]: ValueError: a label that is none")
+def test_the_diagnosis_quotes_the_rank_that_failed_first_and_not_its_peers(cases: dict[str, Case]) -> None:
+    (diagnosis,) = diagnose(cases["rank_raises"])
+    assert (diagnosis.task, diagnosis.line) == ("worker", "[rank1]: ValueError: invalid label")
 
 
-def _printed(case: Case) -> str:
+def _output(case: Case) -> str:
     return "\n".join(f"[{outcome.task}] {line}" for outcome in case.outcomes for line in outcome.lines[-20:])

@@ -1,4 +1,4 @@
-"""What only a GPU shows: NCCL, the bf16 hook on it, a real lack of memory, and the doctor's columns."""
+"""Tests that need a GPU: NCCL, the bf16 hook, a lack of GPU memory, and the GPUs in ``pool check``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from train.conftest import Start
 
 
-def _why_not() -> str:
-    """Say why nothing here can run; torch is asked in a process of its own, for it takes seconds to come."""
-    said = subprocess.run(
+def _missing_gpu() -> str:
+    """Return why these tests cannot run, or an empty text. Another process imports torch, because that takes seconds."""
+    count = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.is_available() and torch.cuda.device_count())"],
         capture_output=True, text=True, check=False,
     ).stdout.strip()  # fmt: skip
-    return "" if said.isdigit() and int(said) else "torch finds no GPU here"
+    return "" if count.isdigit() and int(count) else "torch does not find a GPU"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _on_a_gpu() -> None:
-    if why := _why_not():
+def _skip_without_gpu() -> None:
+    if why := _missing_gpu():
         pytest.skip(why)
 
 
@@ -70,15 +70,15 @@ def test_nccl_sums_compressed_gradients_and_the_profiler_shows_it(start: Start) 
     assert record["count"] >= 3
 
 
-def test_a_step_without_memory_is_skipped_and_the_next_one_goes_on(start: Start) -> None:
+def test_a_step_that_runs_out_of_memory_is_skipped_and_the_next_one_runs(start: Start) -> None:
     run = start(MEMORY, "--size", "1")
     assert run.wait() == 0, run.stderr
     assert [(one["step"], one["skipped"], one["mine"]) for one in run.records] == [(0, False, 0), (1, True, 1), (2, False, 1)]
 
 
-def test_the_doctor_sees_the_gpus_and_nccl(start: Start) -> None:
-    words = "[sys.executable, '-m', 'distflow', 'pool', 'check', '-t', 'json']"
-    script = f"import os, sys; os.execv(sys.executable, {words})"
+def test_pool_check_reports_the_gpus_and_nccl(start: Start) -> None:
+    arguments = "[sys.executable, '-m', 'distflow', 'pool', 'check', '-t', 'json']"
+    script = f"import os, sys; os.execv(sys.executable, {arguments})"
     run = start(script, plain=True, DISTFLOW_STATE="state", HOME=".")
     run.wait()
     (node,) = json.loads(run.stdout)["nodes"]

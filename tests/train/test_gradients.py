@@ -1,4 +1,4 @@
-"""Gradients of batches that do not come out even, of several passes, and after a pass that failed: as one process has them."""
+"""Gradients equal those of one process for batches of any size, after several passes, and after a failed pass."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_a_pipeline_takes_batches_of_any_size(found: dict[str, Any], size: str) 
 
 
 def test_gradients_of_several_batches_add_up_in_a_pipeline_too(found: dict[str, Any]) -> None:
-    assert len(found["batches together"]) == 2
-    assert max(found["batches together"].values()) < TOLERANCE
+    assert len(found["several batches"]) == 2
+    assert max(found["several batches"].values()) < TOLERANCE
 
 
-def test_a_static_graph_is_trained_in_several_passes(found: dict[str, Any]) -> None:
+def test_ddp_with_a_static_graph_trains_in_several_passes(found: dict[str, Any]) -> None:
     assert found["static graph"]["difference"] < TOLERANCE
 
 
-def test_a_step_that_failed_in_the_middle_leaves_nothing_to_the_next(found: dict[str, Any]) -> None:
+def test_a_failed_pass_leaves_no_gradients_for_the_next_step(found: dict[str, Any]) -> None:
     assert found["failed pass"]["difference"] < TOLERANCE

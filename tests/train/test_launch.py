@@ -1,4 +1,4 @@
-"""The launcher with real processes. None of them imports torch: what they do is what ranks do to their launcher."""
+"""The launcher with real processes as ranks, which do not import torch because the launcher does not need it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from train.conftest import DEADLINE_S, SOURCES, Start
 
 HELLO = """
     import json, os, sys
-    told = {"argv": sys.argv, "path": sys.path[0], "ppid": os.getppid(), "env": dict(os.environ)}
-    os.write(1, json.dumps(told).encode() + b"\\n")
+    record = {"argv": sys.argv, "path": sys.path[0], "ppid": os.getppid(), "env": dict(os.environ)}
+    os.write(1, json.dumps(record).encode() + b"\\n")
 """
 WAIT = """
     import json, os, signal, subprocess, sys
@@ -29,7 +29,7 @@ WAIT = """
 """
 
 
-def test_each_rank_has_torchruns_environment(start: Start) -> None:
+def test_each_rank_gets_the_environment_of_torchrun(start: Start) -> None:
     run = start(
         HELLO, "--offset", "2", "--size", "2", "--world_size", "6", "--master-addr", "10.0.0.1", "--master-port", "29123",
         arguments=("--epochs", "3", "-m"),
@@ -52,7 +52,7 @@ def test_each_rank_has_torchruns_environment(start: Start) -> None:
     assert first["ppid"] == run.process.pid
 
 
-def test_flags_come_from_distflows_variables_and_threads_stay_as_set(start: Start) -> None:
+def test_flags_come_from_distflow_variables_and_the_number_of_threads_is_kept(start: Start) -> None:
     run = start(
         HELLO, DISTFLOW_RANK_OFFSET="8", DISTFLOW_RANK_SIZE="1", DISTFLOW_WORLD_SIZE="16", MASTER_ADDR="10.0.0.1",
         MASTER_PORT="29500", NODE_RANK="3", NNODES="5", OMP_NUM_THREADS="7", DISTFLOW_WORKFLOW_ID="x-1",
@@ -70,8 +70,8 @@ def test_a_module_is_run_with_its_arguments(start: Start) -> None:
     assert run.stdout.startswith("Linux")
 
 
-def test_the_first_failure_is_named_and_not_the_one_that_then_lost_its_peer(start: Start) -> None:
-    """Rank 0 reports a lost peer and ends at once; rank 1, the cause, takes its time to end after its exception."""
+def test_the_rank_that_failed_first_is_named_and_not_its_disconnected_peer(start: Start) -> None:
+    """Rank 0 reports a lost peer and ends at once. Rank 1, the cause, does not end after its exception."""
     run = start(
         """
         import atexit, os, pathlib, signal
@@ -94,7 +94,7 @@ def test_the_first_failure_is_named_and_not_the_one_that_then_lost_its_peer(star
     assert run.stderr.rstrip().endswith("ValueError: shapes differ")
 
 
-def test_a_rank_that_hangs_on_its_way_out_has_failed(start: Start) -> None:
+def test_a_rank_that_hangs_at_exit_after_an_exception_has_failed(start: Start) -> None:
     run = start(
         """
         import atexit, os, signal
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_on_its_way_out_has_failed(start: Start) -> None:
 
 
 def test_a_failing_rank_stops_the_others_with_their_children(start: Start) -> None:
-    """A sibling that ignores SIGTERM, and its child, are killed when their grace is over."""
+    """A rank that ignores SIGTERM is killed with its child after the grace period."""
     run = start(
         """
         import json, os, pathlib, signal, subprocess, sys
@@ -138,8 +138,8 @@ def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
     os.kill(pids[1], signal.SIGKILL)
     assert run.wait() == 128 + signal.SIGKILL
     assert (run.error["rank"], run.error["pid"], run.error["signal"]) == (1, pids[1], "SIGKILL")
-    everyone = [record[key] for record in run.records for key in ("pid", "child")]
-    wait_until(lambda: not any(map(is_alive, everyone)), 20, "end of all")
+    processes = [record[key] for record in run.records for key in ("pid", "child")]
+    wait_until(lambda: not any(map(is_alive, processes)), 20, "the end of all processes")
 
 
 def test_a_killed_launcher_leaves_no_rank(start: Start) -> None:
@@ -148,10 +148,10 @@ def test_a_killed_launcher_leaves_no_rank(start: Start) -> None:
     run.process.kill()
     wait_until(lambda: not any(is_alive(record["pid"]) for record in records), 20, "end of all ranks")
     for record in records:
-        os.kill(record["child"], signal.SIGKILL)  # of another process than ours: only the test ends it
+        os.kill(record["child"], signal.SIGKILL)  # only the test can end the child of a killed rank
 
 
-def test_a_request_to_stop_is_passed_on_and_ranks_get_time(start: Start) -> None:
+def test_sigterm_reaches_all_ranks_and_gives_them_time_to_save(start: Start) -> None:
     script = """
         import json, os, pathlib, signal, sys, threading
         stop = threading.Event()
@@ -166,15 +166,15 @@ def test_a_request_to_stop_is_passed_on_and_ranks_get_time(start: Start) -> None
     run.process.terminate()
     assert run.wait() == 143
     assert sorted(path.name for path in run.folder.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
-    assert not run.error_file.exists(), "to be stopped is no failure"
+    assert not run.error_file.exists(), "a requested stop is not a failure"
 
     one = start(script, "--size", "2")
     os.kill(one.wait_for_records(2)[0]["pid"], signal.SIGTERM)
-    assert one.wait() == 143, "a rank that was asked to stop takes the others with it"
+    assert one.wait() == 143, "SIGTERM of one rank stops the others"
     assert sorted(path.name for path in one.folder.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
 
 
-def test_below_nohup_the_end_of_the_terminal_stops_nothing(start: Start) -> None:
+def test_sighup_is_ignored_under_nohup(start: Start) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         run = start(WAIT, "--size", "1")
@@ -187,19 +187,19 @@ def test_below_nohup_the_end_of_the_terminal_stops_nothing(start: Start) -> None
         mask = int(next(line for line in status.splitlines() if line.startswith(kind)).split()[1], 16)
         return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
-    wait_until(lambda: signal.SIGQUIT in signals("SigCgt"), DEADLINE_S, "handlers, of which this is the last")
+    wait_until(lambda: signal.SIGQUIT in signals("SigCgt"), DEADLINE_S, "the launcher has installed its last handler")
     assert signal.SIGHUP in signals("SigIgn")
     os.kill(run.process.pid, signal.SIGHUP)
     run.process.terminate()
     assert run.wait() == 143, run.stderr
 
 
-def test_a_restart_has_a_new_port(start: Start) -> None:
+def test_a_restart_uses_a_new_port(start: Start) -> None:
     run = start(
         """
         import json, os, sys
-        told = {name: os.environ[name] for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")}
-        os.write(1, json.dumps(told).encode() + b"\\n")
+        record = {name: os.environ[name] for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")}
+        os.write(1, json.dumps(record).encode() + b"\\n")
         sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "2")
         """,
         "--max-restarts", "3", "--master-port", "29123",
@@ -212,7 +212,7 @@ def test_a_restart_has_a_new_port(start: Start) -> None:
     assert "restart 2 of 3" in run.stderr
 
 
-def test_ranks_that_fail_when_they_are_asked_to_stop_are_not_started_anew(start: Start) -> None:
+def test_ranks_that_fail_after_sigterm_are_not_restarted(start: Start) -> None:
     script = """
         import os, signal, sys
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
@@ -229,14 +229,14 @@ def test_ranks_that_fail_when_they_are_asked_to_stop_are_not_started_anew(start:
 
 
 def test_a_function_is_launched_from_a_script(start: Start) -> None:
-    """The same script also works when it is a rank already."""
+    """The same script also works under the launcher."""
     script = """
         import json, os, sys
         from distflow.train import launch
 
         def train(word):
-            told = {"rank": os.environ["RANK"], "word": word, "torch": "torch" in sys.modules}
-            os.write(1, json.dumps(told).encode() + b"\\n")
+            record = {"rank": os.environ["RANK"], "word": word, "torch": "torch" in sys.modules}
+            os.write(1, json.dumps(record).encode() + b"\\n")
             if word == "bad":
                 raise ValueError("bad word")
 
@@ -257,16 +257,16 @@ def test_a_function_is_launched_from_a_script(start: Start) -> None:
 
 
 @pytest.mark.parametrize("source", ["-", "-c"])
-def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: str, tmp_path: Path) -> None:
-    """As from standard input, and in a notebook, which has no `__file__` either."""
+def test_a_program_without_a_file_can_launch_only_imported_functions(source: str, tmp_path: Path) -> None:
+    """Programs from standard input, from `-c` and in notebooks have no `__file__`."""
     (tmp_path / "training.py").write_text('import os\n\ndef train():\n    os.write(1, os.environ["RANK"].encode() + b"\\n")\n')
     imported = "from distflow.train import launch\nfrom training import train\nlaunch(train, size=2)\nprint('end', __name__)\n"
     own = "from distflow.train import launch\ndef train(): pass\nlaunch(train, size=2)\n"
 
     def run(text: str) -> subprocess.CompletedProcess[str]:
-        words = [source] if source == "-" else [source, text]
+        arguments = [source] if source == "-" else [source, text]
         return subprocess.run(
-            [sys.executable, *words], input=text if source == "-" else "", capture_output=True, text=True, cwd=tmp_path,
+            [sys.executable, *arguments], input=text if source == "-" else "", capture_output=True, text=True, cwd=tmp_path,
             timeout=DEADLINE_S, check=False, env={**os.environ, "PYTHONPATH": str(SOURCES)},
         )  # fmt: skip
 
@@ -279,7 +279,7 @@ def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: s
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--size", "0", "x.py"], "--size (DISTFLOW_RANK_SIZE) is 0: a machine has at least one rank; give 1 or more"),
         (["--offset", "-1", "x.py"], "--offset (DISTFLOW_RANK_OFFSET) is -1: ranks are counted from 0"),
@@ -296,14 +296,14 @@ def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: s
     ],
 )
 def test_a_wrong_command_line_names_flag_and_remedy(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
     with pytest.raises(SystemExit) as stopped:
         main(flags)
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_variable_with_a_wrong_value_is_named() -> None:
@@ -313,14 +313,14 @@ def test_a_variable_with_a_wrong_value_is_named() -> None:
         read_share({"MASTER_PORT": "70000"})
 
 
-def test_a_function_that_other_processes_cannot_find_is_refused() -> None:
+def test_launch_refuses_a_local_function_and_another_thread() -> None:
     with pytest.raises(TypeError, match="define the function at the top level of a module"):
         launch(lambda: None)
     with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="call it in the main thread"):
         threads.submit(launch, print).result()
 
 
-def test_the_launcher_imports_no_torch() -> None:
+def test_the_launcher_does_not_import_torch_or_numpy() -> None:
     code = "import sys, distflow.train.launch, distflow.train; print({'torch', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     assert done.stdout == "set()\n"

@@ -1,6 +1,6 @@
-"""What comes just then: signals and failures that meet the launcher in the middle of a step.
+"""Races in the launcher: signals and failures that come in the middle of a step.
 
-Each script chooses the moment: it does in a step of the launcher what another process may do then, or has a rank wait for it.
+Each script chooses the moment: it replaces a step of the launcher by one that also sends the signal, or a rank waits for it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ LAUNCHER = """
 """
 
 
-def test_a_request_to_stop_may_come_while_ranks_are_being_started(start: Start) -> None:
+def test_sigterm_while_ranks_are_started_stops_them(start: Start) -> None:
     run = start(
         LAUNCHER
         + """
     start_one = SpawnProcess.start
 
-    def and_then_somebody_asks(process):
+    def start_and_send_sigterm(process):
         start_one(process)
         SpawnProcess.start = start_one
         os.kill(os.getpid(), signal.SIGTERM)
 
     if __name__ == "__main__":
-        SpawnProcess.start = and_then_somebody_asks
+        SpawnProcess.start = start_and_send_sigterm
         starting.launch(pause, size=2)
     """,
         plain=True,
         TMPDIR=".",
     )
     assert run.wait() == 143, run.stderr
-    assert list(run.folder.glob("distflow-ranks-*")) == [], "as it is not, where a signal ends the launcher"
+    assert list(run.folder.glob("distflow-ranks-*")) == [], "the launcher has removed its directory"
 
 
-def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(start: Start) -> None:
+def test_sigterm_at_the_moment_of_a_failure_prevents_the_restart(start: Start) -> None:
     run = start(
         LAUNCHER
         + """
     kill_late = rank_processes._Watch.kill_late
 
-    def and_then_somebody_asks(watch):
+    def kill_late_and_send_sigterm(watch):
         kill_late(watch)
         if not watch.running:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(
     if "RANK" in os.environ:
         os.write(1, b"{}\\n")
         sys.exit(7)
-    rank_processes._Watch.kill_late = and_then_somebody_asks
+    rank_processes._Watch.kill_late = kill_late_and_send_sigterm
     sys.exit(main(["--max-restarts", "1", __file__]))
     """,
         plain=True,
@@ -70,23 +70,23 @@ def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(
     assert len(run.records) == 1
 
 
-def test_a_rank_that_cannot_be_started_ends_those_that_were(start: Start) -> None:
-    """The first of two waits for ever, and a process of Python waits at its end for those that it has started."""
+def test_a_rank_that_cannot_be_started_ends_the_started_ones(start: Start) -> None:
+    """The first of two ranks never ends by itself, and Python waits at its exit for the processes that it has started."""
     run = start(
         LAUNCHER
         + """
     start_one = SpawnProcess.start
 
-    def full(process):
+    def fail(process):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    def and_then_there_is_no_room(process):
+    def start_then_fail(process):
         start_one(process)
-        SpawnProcess.start = full
+        SpawnProcess.start = fail
         os.write(1, json.dumps({"pid": process.pid}).encode() + b"\\n")
 
     if __name__ == "__main__":
-        SpawnProcess.start = and_then_there_is_no_room
+        SpawnProcess.start = start_then_fail
         starting.launch(pause, size=2)
     """,
         plain=True,
@@ -99,8 +99,8 @@ def test_a_rank_that_cannot_be_started_ends_those_that_were(start: Start) -> Non
     assert list(run.folder.glob("distflow-ranks-*")) == []
 
 
-def test_a_rank_that_hangs_before_it_leads_a_group_is_killed_when_its_grace_is_over(start: Start) -> None:
-    """As one does that imports the script for a function, where that takes SIGTERM for itself and then waits for a disk."""
+def test_a_rank_that_hangs_in_the_import_of_its_script_is_killed_after_the_grace_period(start: Start) -> None:
+    """It hangs while it imports the script, which ignores SIGTERM. It does not lead a process group yet."""
     run = start(
         LAUNCHER
         + """
@@ -118,7 +118,7 @@ def test_a_rank_that_hangs_before_it_leads_a_group_is_killed_when_its_grace_is_o
     assert run.wait() == 143, run.stderr
 
 
-def test_a_script_may_take_sigterm_before_its_function_is_called(start: Start) -> None:
+def test_a_script_can_handle_sigterm_before_its_function_is_called(start: Start) -> None:
     run = start(
         LAUNCHER
         + """
@@ -138,12 +138,12 @@ def test_a_script_may_take_sigterm_before_its_function_is_called(start: Start) -
     assert (run.folder / "checkpoint").exists()
 
 
-def test_a_rank_that_was_killed_is_blamed_although_its_end_is_seen_after_what_its_peer_says(start: Start) -> None:
+def test_a_killed_rank_is_named_although_its_disconnected_peer_fails_first(start: Start) -> None:
     run = start(
         """
         import os, pathlib, signal
         if os.environ["RANK"] == "1":
-            # It holds much memory: the kernel has closed its connections, and takes its time to end it.
+            # As with much memory: the kernel has closed the connections of this process, but takes long to end it.
             signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             pathlib.Path("lost").touch()
             while True:
@@ -158,7 +158,7 @@ def test_a_rank_that_was_killed_is_blamed_although_its_end_is_seen_after_what_it
     assert (run.error["rank"], run.error["signal"]) == (1, "SIGKILL")
 
 
-def test_a_rank_that_lost_one_that_was_asked_to_stop_has_not_failed(start: Start) -> None:
+def test_a_rank_that_loses_a_stopped_peer_has_not_failed(start: Start) -> None:
     run = start(
         """
         import os, pathlib, signal, sys
@@ -176,10 +176,10 @@ def test_a_rank_that_lost_one_that_was_asked_to_stop_has_not_failed(start: Start
         "--size", "2", "--max-restarts", "1",
     )  # fmt: skip
     assert run.wait() == 143, run.stderr
-    assert not run.error_file.exists(), "to be stopped is no failure"
+    assert not run.error_file.exists(), "a requested stop is not a failure"
 
 
-def test_a_failure_that_was_followed_by_another_attempt_is_not_that_of_the_task(start: Start) -> None:
+def test_a_failure_before_a_restart_is_not_reported_as_the_failure_of_the_task(start: Start) -> None:
     run = start(
         """
         import os, signal
@@ -197,7 +197,7 @@ def test_a_failure_that_was_followed_by_another_attempt_is_not_that_of_the_task(
     assert not run.error_file.exists()
 
 
-def test_what_a_killed_launcher_leaves_goes_with_its_attempt(start: Start, tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_files_only_in_the_directory_of_its_attempt(start: Start, tmp_path: Path) -> None:
     attempt, elsewhere = tmp_path / "attempt", tmp_path / "elsewhere"
     attempt.mkdir()
     elsewhere.mkdir()
@@ -213,19 +213,19 @@ def test_what_a_killed_launcher_leaves_goes_with_its_attempt(start: Start, tmp_p
     assert [path.name.rpartition("-")[0] for path in attempt.iterdir()] == ["distflow-ranks"]
     assert list(elsewhere.iterdir()) == []
 
-    gone = start("raise ValueError", DISTFLOW_ATTEMPT_DIR=str(tmp_path / "nowhere"), TMPDIR=str(elsewhere))
-    assert gone.wait() == 1
-    assert gone.error["message"]["message"] == "ValueError: "
+    without_directory = start("raise ValueError", DISTFLOW_ATTEMPT_DIR=str(tmp_path / "nowhere"), TMPDIR=str(elsewhere))
+    assert without_directory.wait() == 1
+    assert without_directory.error["message"]["message"] == "ValueError: "
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_request_to_stop_may_come_while_the_launcher_begins_to_listen(start: Start) -> None:
+def test_sigterm_while_the_launcher_installs_its_handlers_ends_it(start: Start) -> None:
     run = start(
         LAUNCHER
         + """
     set_wakeup_fd = signal.set_wakeup_fd
 
-    def and_somebody_asks(*given, **named):
+    def set_wakeup_fd_after_sigterm(*given, **named):
         signal.set_wakeup_fd = set_wakeup_fd
         os.kill(os.getpid(), signal.SIGTERM)
         return set_wakeup_fd(*given, **named)
@@ -233,7 +233,7 @@ def test_a_request_to_stop_may_come_while_the_launcher_begins_to_listen(start: S
     if "RANK" in os.environ:
         os.write(1, b"{}\\n")
         sys.exit()
-    signal.set_wakeup_fd = and_somebody_asks
+    signal.set_wakeup_fd = set_wakeup_fd_after_sigterm
     sys.exit(main([__file__]))
     """,
         plain=True,

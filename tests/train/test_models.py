@@ -1,4 +1,4 @@
-"""What is found in a model: its layers, the matrices that can be cut, and parts of about equal size. One process."""
+"""The analysis of models in one process: their repeated layers, matrices that can be split, and parts of about equal size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
-def test_repeated_layers_are_found_by_themselves() -> None:
+def test_repeated_layers_are_found_without_their_class() -> None:
     model = Holder(embedding=nn.Embedding(4, 4), layers=nn.ModuleList([Block(8, 2) for _ in range(3)]), head=linear())
     assert repeated_layers(model) == list(model.get_submodule("layers").children())
     assert repeated_layers(nn.Sequential(linear(), linear())) == []
@@ -46,7 +46,7 @@ def test_layers_are_found_by_class() -> None:
     assert [type(layer).__name__ for layer in repeated_layers(Gpt(layers=2), ["Mlp"])] == ["Mlp", "Mlp"]
 
 
-def test_a_model_of_the_meta_device_gets_the_values_of_its_constructors() -> None:
+def test_a_model_on_the_meta_device_gets_the_values_of_its_constructors() -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Embedding(8, 4, padding_idx=0), nn.Linear(4, 4), nn.BatchNorm1d(4))
 
@@ -60,7 +60,7 @@ def test_a_model_of_the_meta_device_gets_the_values_of_its_constructors() -> Non
     assert all(torch.equal(one, wanted[name]) for name, one in filled.items())
 
 
-def test_modules_are_wrapped_by_what_is_left_of_them() -> None:
+def test_modules_are_wrapped_if_their_unwrapped_parameters_are_large() -> None:
     inner = nn.Linear(10, 10, bias=False)
     outer = Holder(inner=inner, small=nn.Linear(5, 10, bias=False))
     model = Holder(outer=outer, head=nn.Linear(2, 2))
@@ -82,13 +82,13 @@ def test_modules_are_wrapped_by_what_is_left_of_them() -> None:
         (("up_proj",), []),  # without its partner
     ],
 )
-def test_matrices_are_cut_in_pairs(children: tuple[str, ...], plan: list[str]) -> None:
+def test_matrices_are_split_in_pairs(children: tuple[str, ...], plan: list[str]) -> None:
     model = Holder(layer=Holder(**{name: linear() for name in children}))
     assert derive_plan(model) == {f"layer.{name}": style for name, style in zip(children, plan, strict=False)}
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 8))
-def test_parts_are_as_even_as_they_can_be(weights: list[int], count: int) -> None:
+def test_parts_are_as_equal_as_possible(weights: list[int], count: int) -> None:
     if count > len(weights):
         with pytest.raises(ValueError, match="top-level layers"):
             balanced_parts(weights, count)
@@ -106,13 +106,13 @@ def test_parts_are_as_even_as_they_can_be(weights: list[int], count: int) -> Non
     assert max(sum(weights[place] for place in part) for part in parts) == best
 
 
-def test_weights_without_safetensors_name_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_loading_weights_without_safetensors_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(RuntimeError, match="need the package safetensors"):
         weight_names(tmp_path, nn.Linear(1, 1))
 
 
-def test_who_trains_replicas_does_not_wait_for_the_rest_of_torch() -> None:
+def test_training_replicas_does_not_import_the_sharding_modules_of_torch() -> None:
     code = "import sys; from distflow.train import Loader, backward, init, parallelize, report; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120

@@ -1,4 +1,4 @@
-"""Plans in one process: their options, their share of the data, and the functions that they replace."""
+"""Plans in one process: their options, their share of the data, and the deprecated functions that they replace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_the_classes_have_the_options_of_the_spec() -> None:
         (train.TensorParallel(), "tp", {}),
     ],
 )  # fmt: skip
-def test_a_class_says_what_the_spec_says(given: train.StrategyOptions, kind: str, options: dict[str, object]) -> None:
+def test_a_class_makes_the_same_strategy_as_the_spec(
+    given: train.StrategyOptions, kind: str, options: dict[str, object]
+) -> None:
     assert resolve_strategy(given, 4) == make_strategy(kind, 4, options)
 
 
@@ -44,7 +46,7 @@ def test_a_misspelled_option_is_refused() -> None:
         resolve_strategy(train.FSDP(mixed_precision="bf17"), 2)  # type: ignore[arg-type]
 
 
-def test_a_plan_gives_the_data_of_its_own_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_uses_the_share_of_data_and_the_batch_size_of_its_own_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     plan = ParallelPlan(nn.Linear(1, 1), make_strategy("hybrid", 4, {"tp_size": 2, "global_batch_size": 8}))
     assert plan.data_shard == (1, 2)
@@ -54,7 +56,7 @@ def test_a_plan_gives_the_data_of_its_own_strategy(monkeypatch: pytest.MonkeyPat
 
 INPUTS, TARGETS = torch.ones(4, 2), torch.zeros(4, 1)
 MSE = nn.functional.mse_loss
-OLD: dict[str, tuple[Callable[[nn.Module], Any], Callable[[ParallelPlan], Any]]] = {
+DEPRECATED: dict[str, tuple[Callable[[nn.Module], Any], Callable[[ParallelPlan], Any]]] = {
     "backward": (lambda one: train.backward(one, INPUTS, TARGETS, MSE), lambda one: one.forward_backward(INPUTS, TARGETS, MSE)),
     "evaluate": (lambda one: train.evaluate(one, INPUTS, TARGETS, MSE), lambda one: one.evaluate(INPUTS, TARGETS, MSE)),
     "clip_gradients": (lambda one: train.clip_gradients(one, 1.0), lambda one: one.clip_gradients(1.0)),
@@ -64,12 +66,12 @@ OLD: dict[str, tuple[Callable[[nn.Module], Any], Callable[[ParallelPlan], Any]]]
 }
 
 
-@pytest.mark.parametrize("name", OLD)
-def test_a_former_function_does_the_same_and_warns(name: str) -> None:
+@pytest.mark.parametrize("name", DEPRECATED)
+def test_a_deprecated_function_does_the_same_and_warns(name: str) -> None:
     torch.manual_seed(0)
     try:
         plan = parallelize(nn.Linear(2, 1), train.DDP(gradient_accumulation_steps=2))
-        old, new = OLD[name]
+        old, new = DEPRECATED[name]
         with pytest.warns(DeprecationWarning, match=rf"distflow.train.{name}\(\) is deprecated: use plan") as caught:
             result = old(plan.model)
         assert caught[0].filename == __file__
@@ -78,7 +80,7 @@ def test_a_former_function_does_the_same_and_warns(name: str) -> None:
         reset_current_strategy()
 
 
-def test_the_former_parallelize_takes_options_by_name() -> None:
+def test_the_deprecated_parallelize_takes_options_by_name() -> None:
     try:
         with pytest.warns(DeprecationWarning, match=r"use plan = world.parallelize\(model, strategy\)"):
             model = train.parallelize(nn.Linear(2, 1), "ddp", gradient_accumulation_steps=2)

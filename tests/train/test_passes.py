@@ -1,4 +1,4 @@
-"""The passes of a step in one process: what is said of options that the program leaves without effect."""
+"""The passes of a training step in one process: warnings about options without effect, and batches of several tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _world(tmp_path: Path) -> Iterator[None]:
     finish()
 
 
-def planned() -> ParallelPlan:
+def make_plan() -> ParallelPlan:
     return ParallelPlan(DistributedDataParallel(nn.Linear(2, 1)), make_strategy("ddp", 2, {"sync_gradients_every": 4}))
 
 
@@ -37,8 +37,8 @@ def step(plan: ParallelPlan) -> None:
     plan.forward_backward(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss)
 
 
-def test_averages_that_the_program_does_not_make_are_missed_once() -> None:
-    plan = planned()
+def test_a_strategy_with_local_sgd_warns_once_if_the_program_does_not_use_it() -> None:
+    plan = make_plan()
     with pytest.warns(UserWarning, match=r"sync_gradients_every: 4, but .* in every step: .*plan.local_sgd\(optimizer\)"):
         step(plan)
     with warnings.catch_warnings():
@@ -46,13 +46,13 @@ def test_averages_that_the_program_does_not_make_are_missed_once() -> None:
         step(plan)
 
 
-def test_averages_that_the_program_makes_are_not_missed() -> None:
-    plan = planned()
+def test_a_strategy_with_local_sgd_does_not_warn_if_the_program_uses_it() -> None:
+    plan = make_plan()
     plan.local_sgd(torch.optim.SGD(plan.model.parameters(), lr=0.1))
     step(plan)
 
 
-def test_a_plan_does_not_take_the_batch_size_of_another_one() -> None:
+def test_a_plan_does_not_use_the_batch_size_of_another_one() -> None:
     set_current_strategy(make_strategy("ddp", 1, {"global_batch_size": 8}), rank=0)
     with pytest.raises(ValueError, match="the strategy of the plan sets no batch size"):
         ParallelPlan(nn.Linear(2, 1), make_strategy("ddp", 1)).batch_sizes()
@@ -64,13 +64,13 @@ def test_a_pipeline_refuses_a_batch_without_samples() -> None:
         plan.forward_backward(torch.ones(0, 2), torch.ones(0, 1), nn.functional.mse_loss)
 
 
-def test_tensors_without_a_second_dimension_have_no_sequences() -> None:
+def test_context_parallelism_refuses_tensors_without_a_time_dimension() -> None:
     parts = part_of_sequences(init_device_mesh("cpu", (1,)), torch.ones(4), None)
     with pytest.raises(ValueError, match=r"must have the shape \(samples, time, …\).*found \(4,\)"), parts:
         pass
 
 
-def test_a_teacher_that_was_made_first_changes_nothing() -> None:
+def test_a_strategy_replaces_an_earlier_single_process_one_without_a_warning() -> None:
     reset_current_strategy()
     set_current_strategy(make_strategy("none", 1), rank=0)
     with warnings.catch_warnings():
@@ -80,7 +80,7 @@ def test_a_teacher_that_was_made_first_changes_nothing() -> None:
 
 
 class TwoInputs(nn.Module):
-    """Called as models of Hugging Face are: with the keys of a batch as names."""
+    """A model that takes the keys of a batch as argument names, like models of Hugging Face."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ IDS, MASK = torch.arange(12.0).reshape(6, 2) / 12, torch.tensor([[1.0, 0.0], [1.
 
 
 @pytest.mark.parametrize("kind", ["mapping", "user mapping", "tuple", "list"])
-def test_batches_of_several_tensors_are_cut_as_one_tensor_is(kind: str) -> None:
+def test_batches_of_several_tensors_are_divided_into_micro_batches(kind: str) -> None:
     reset_current_strategy()
     targets = {"labels": torch.ones(6, 1)}
     inputs = {
@@ -120,14 +120,14 @@ def test_batches_of_several_tensors_are_cut_as_one_tensor_is(kind: str) -> None:
     assert found[0][2] == found[1][2] == pytest.approx(found[0][0])
 
 
-def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> None:
+def test_targets_can_be_omitted_and_tensors_of_another_length_are_refused() -> None:
     plan = ParallelPlan(TwoInputs(), NONE)
 
-    def own(outputs: dict[str, torch.Tensor], _: None) -> torch.Tensor:
+    def mean_output(outputs: dict[str, torch.Tensor], _: None) -> torch.Tensor:
         return outputs["out"].mean()
 
-    assert plan.forward_backward({"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
+    assert plan.forward_backward({"ids": IDS, "mask": MASK}, None, mean_output, micro_batches=2).isfinite()
     with pytest.raises(ValueError, match=r"`inputs\.mask` has length 3, but the first tensor of the inputs has length 6"):
-        plan.forward_backward({"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
+        plan.forward_backward({"ids": IDS, "mask": MASK[:3]}, None, mean_output, micro_batches=2)
     with pytest.raises(ValueError, match="the batch has no tensor with at least one dimension"):
-        plan.evaluate({"ids": 1}, None, own)
+        plan.evaluate({"ids": 1}, None, mean_output)

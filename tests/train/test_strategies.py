@@ -1,4 +1,4 @@
-"""Every strategy on 2 and 4 gloo processes equals one process on the same global batch; and what it sends is counted."""
+"""Training with every strategy on 2, 4 and 8 ranks equals that of one process on the same global batch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from train.meta_checks import FILLED
+from train.meta_checks import INITIALIZED
 from train.worlds import run_world
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-6
-"""Of float32 parameters after two steps: sums have another order. Parameters have moved by more than a hundredth."""
+"""The maximum difference of float32 parameters after two steps, due to the order of sums. Training moves them by 0.01."""
 EXACT = 1e-14
-"""The same of float64 parameters, where no mistake can pass for rounding."""
+"""The same for float64 parameters, where a mistake does not look like rounding."""
 TRAINED = {
     2: (
         "ddp", "ddp static graph", "ddp checkpointed", "fsdp", "fsdp SHARD_GRAD_OP", "fsdp NO_SHARD", "fsdp by size",
@@ -49,7 +49,7 @@ WHOLE_SHARE = 1.0
 
 
 class Worlds(dict[int, dict[str, Any]]):
-    """What each world found, run when it is first asked for: ranks → check → result."""
+    """The results of each world, which runs at its first use: ranks → check → result."""
 
     def __init__(self, temporary: pytest.TempPathFactory) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ def test_each_rank_holds_its_share_of_the_parameters(worlds: Worlds, world: int,
     assert worlds[world][name]["shares"] == [pytest.approx(share)] * world
 
 
-def test_parts_of_tensors_and_stages_are_spread(worlds: Worlds) -> None:
-    # What is not cut (embeddings, norms, the head) is on all ranks that share a tensor.
+def test_tensor_parallel_and_pipeline_ranks_hold_parts_of_the_model(worlds: Worlds) -> None:
+    # All ranks of a tensor-parallel group hold the layers that are not split: embeddings, norms and the head.
     assert all(0.5 < share < 0.8 for share in worlds[2]["tp"]["shares"])
     assert all(0.25 < share < 0.4 for share in worlds[4]["hybrid"]["shares"])
     assert sum(worlds[4]["pipeline"]["shares"]) == pytest.approx(WHOLE_SHARE)
@@ -97,7 +97,7 @@ def test_parts_of_tensors_and_stages_are_spread(worlds: Worlds) -> None:
     assert sum(worlds[4]["pipeline of replicas"]["shares"]) == pytest.approx(2 * WHOLE_SHARE)
 
 
-def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
+def test_sequence_parallel_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     found = worlds[2]["sequence parts"]
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
     too_odd, by_name = found["errors"]
@@ -116,18 +116,18 @@ def test_parts_of_sequences_train_as_whole_sequences_do(worlds: Worlds, world: i
     assert "a multiple of 4: found (" in length
 
 
-def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:
+def test_interleaved_stages_of_a_rank_are_not_adjacent(worlds: Worlds) -> None:
     assert worlds[2]["pipeline interleaved"]["children"] == [["block1", "embedding"], ["block0", "head"]]
 
 
-def test_every_stage_knows_the_loss(worlds: Worlds) -> None:
+def test_every_pipeline_stage_gets_the_loss(worlds: Worlds) -> None:
     for world, name in ((2, "pipeline gpipe"), (2, "pipeline 1f1b"), (2, "pipeline interleaved"), (4, "pipeline")):
         losses = worlds[world][name]["losses"]
         assert len(set(losses)) == 1
         assert losses[0] > 1
 
 
-def test_a_loss_of_any_dtype_reaches_every_stage(worlds: Worlds) -> None:
+def test_every_stage_gets_the_loss_of_a_bfloat16_model_in_float32(worlds: Worlds) -> None:
     first, last = worlds[2]["pipeline in bfloat16"]["losses"]
     assert first == last
     assert [dtype for _, dtype in first] == ["torch.float32"] * 2
@@ -140,7 +140,7 @@ def test_frozen_replicas_begin_with_the_parameters_of_rank_0(worlds: Worlds) -> 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EVALUATED.items() for name in names])
 def test_ranks_evaluate_as_one_process_does_between_steps(worlds: Worlds, world: int, name: str) -> None:
-    # That the evaluations do not change the training, test_ranks_train_as_one_process_does proves.
+    # `test_ranks_train_as_one_process_does` proves that evaluations do not change the training.
     assert worlds[world][name]["evaluations"] < EXACT
 
 
@@ -151,17 +151,17 @@ def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: Worlds) -> N
     assert "every rank needs at least one" in worlds[2]["no samples"]["error"]
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in FILLED.items() for name in names])
-def test_a_model_of_the_meta_device_begins_as_one_process_does(worlds: Worlds, world: int, name: str) -> None:
-    found = worlds[world][f"{name}, filled"]
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in INITIALIZED.items() for name in names])
+def test_a_model_on_the_meta_device_gets_the_initial_values_of_one_process(worlds: Worlds, world: int, name: str) -> None:
+    found = worlds[world][f"{name}, initialized"]
     assert found["first"] == 0
     assert found["trained"] < EXACT
-    # A part of the model, and one matrix; of what tensor parallelism cuts, a part is on all ranks.
+    # A rank holds its part of the model and one more matrix. Tensor-parallel ranks also hold the layers that are not split.
     assert 0 < found["held"] < (1.2 if name == "ddp" else 0.8)
 
 
-def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
-    assert worlds[2]["odd modules"] == {"alike": True, "finite": True, "table": [0, 1, 2, 3]}
+def test_modules_with_buffers_and_children_are_initialized_equally_on_all_ranks(worlds: Worlds) -> None:
+    assert worlds[2]["unusual modules"] == {"alike": True, "finite": True, "table": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
     ],
 )
 def test_errors_of_initialization_name_their_cause(worlds: Worlds, name: str, message: str) -> None:
-    assert message in worlds[2]["cannot be filled"][name]
+    assert message in worlds[2]["initialization errors"][name]
 
 
 def test_the_strategy_of_parallelize_applies_to_data_and_passes_too(worlds: Worlds) -> None:
     found = worlds[4]["calls without a plan"]
     assert found["difference"] < EXACT
     assert found["passes"] == 2 * 2
-    first, second, third, fourth = found["taken"]
+    first, second, third, fourth = found["samples"]
     assert first == second
     assert third == fourth
     assert sorted(first + third) == list(range(8))
@@ -191,14 +191,14 @@ def test_the_strategy_of_parallelize_applies_to_data_and_passes_too(worlds: Worl
 def test_changed_shares_are_reported(worlds: Worlds) -> None:
     found = worlds[4]["calls without a plan"]
     assert "made for share 0 of 4, but this rank's is 0 of 2 now: make it after init() and parallelize()" in found["early"]
-    assert found["given"] == 8
+    assert found["explicit"] == 8
     assert found["with a frozen model"] == [0, 2]
-    (warning,) = found["warned"]
+    (warning,) = found["warnings"]
     assert "for hybrid and another for ddp" in warning
     assert found["of the last plan"] == [0, 4]
 
 
-def test_a_traced_model_is_cut_too(worlds: Worlds) -> None:
+def test_a_pipeline_splits_a_traced_model(worlds: Worlds) -> None:
     found = worlds[2]["traced pipeline"]
     assert found["gradients"] == 2
     assert found["difference"] < TOLERANCE
@@ -206,7 +206,7 @@ def test_a_traced_model_is_cut_too(worlds: Worlds) -> None:
     assert max(found["evaluated"], found["by_name"]) < TOLERANCE
 
 
-def test_ranks_that_share_a_tensor_are_neighbours(worlds: Worlds) -> None:
+def test_ranks_of_a_tensor_parallel_group_are_neighbors(worlds: Worlds) -> None:
     assert worlds[4]["mesh groups"] == {"tp": [[0, 1], [2, 3]], "fsdp": [[0, 2], [1, 3]]}
 
 
@@ -249,7 +249,7 @@ def test_gradients_of_plain_modules_are_averaged_in_buckets(worlds: Worlds) -> N
     found = worlds[2]["means"]
     assert found["values"] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 0.5]
     assert all(found["same"])
-    # Six of 1 MiB in pairs, and those of another type.
+    # Three buckets with two tensors of 1 MiB each, and one for the other dtype.
     assert found["number"] == 4
 
 
@@ -260,7 +260,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(worlds: Worlds, wo
     assert found["norms"] == [pytest.approx(found["norm"], rel=1e-5), pytest.approx(0.5, rel=1e-4)]
 
 
-def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
+def test_the_full_state_dict_is_gathered_on_rank_0(worlds: Worlds) -> None:
     assert worlds[2]["whole state"]["difference"] < TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""The names that torch does not declare public: that this torch has them, and that only one module uses them."""
+"""Private names of torch: this version of torch has them, and only one module uses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _world(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_world")
-def test_groups_and_their_collectives_are_listed() -> None:
+def test_process_groups_and_their_collectives_are_listed() -> None:
     group = dist.new_group([0], group_desc="mine")
     dist.all_reduce(torch.ones(3), group=group)
     ((name, ranks),) = [(name, ranks) for name, one, ranks in named_groups() if one.group_desc == "mine"]
@@ -34,7 +34,7 @@ def test_groups_and_their_collectives_are_listed() -> None:
     assert {"record_id", "collective_seq_id", "is_p2p", "retired", "state"} <= set(entry)
 
 
-class Inner(Dataset[int]):
+class InnerDataset(Dataset[int]):
     def __len__(self) -> int:
         return 1
 
@@ -43,12 +43,12 @@ class Inner(Dataset[int]):
         return int(info is not None and str(info.dataset) == "another")
 
 
-def begin(_worker: int) -> None:
+def initialize_worker(_worker: int) -> None:
     set_worker_dataset("another")
 
 
-def test_a_worker_of_a_loader_shows_another_dataset() -> None:
-    assert next(iter(DataLoader(Inner(), num_workers=1, worker_init_fn=begin))).tolist() == [1]
+def test_a_worker_can_replace_the_dataset_in_its_worker_info() -> None:
+    assert next(iter(DataLoader(InnerDataset(), num_workers=1, worker_init_fn=initialize_worker))).tolist() == [1]
 
 
 def test_only_one_module_uses_private_names(repository: Path) -> None:

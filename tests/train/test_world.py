@@ -1,4 +1,4 @@
-"""Joining a world, and what its ranks decide together: real processes, gloo on 127.0.0.1."""
+"""The rendezvous of ranks, and their common decisions: real processes with gloo on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.conftest import DEADLINE_S, Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
-TOGETHER = """
+COMMON_DECISIONS = """
     import os, threading, torch, torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -78,14 +78,14 @@ TOGETHER = """
                 steps.append(step)
         train.report(step=0, what=f"early {plain}", steps=str(steps), count=early.count, mine=early.mine)
 
-    # Another error goes through at once, without a word to the others.
+    # Another error is raised at once, without a vote of the other ranks.
     try:
         with guard:
             raise KeyError("mine")
     except KeyError:
         train.report(step=0, what="other")
 
-    # A gradient that is not a number on one rank only.
+    # A gradient that is infinite on one rank only.
     gradients = train.GradientGuard(limit=1)
     parameter = nn.Parameter(torch.zeros(2))
     answers = []
@@ -99,13 +99,13 @@ TOGETHER = """
         raised = str(error)
     train.report(step=0, what="gradients", answers=str(answers), count=gradients.count, raised=raised)
 
-    # Three steps against five.
+    # Rank 0 has three batches, and rank 1 has five.
     with train.join(model):
         for _ in range(3 + 2 * rank):
             model(torch.ones(1, 4)).sum().backward()
     train.report(step=0, what="join")
 
-    # As many batches on every rank, and no sample lost.
+    # All ranks get the same number of batches, and no sample is lost.
     mine = [[1, 2, 3, 4], [5]] if rank == 0 else [[1], [2], [3], [4]]
     train.report(step=0, what="batches", value=str(train.equal_batches(mine)))
 
@@ -124,7 +124,7 @@ TOGETHER = """
 
 
 def test_no_rank_leaves_before_all_have_joined(start_with_torch: Start) -> None:
-    """A rank that leaves at once closed the connections of ranks that were still joining."""
+    """A rank that left at once would close the connections of ranks that are still joining."""
     run = start_with_torch(
         """
         import os, time, torch.distributed as dist
@@ -149,8 +149,8 @@ def test_no_rank_leaves_before_all_have_joined(start_with_torch: Start) -> None:
     assert run.wait() == 0, run.stderr
 
 
-def test_ranks_decide_together(start_with_torch: Start) -> None:
-    run = start_with_torch(TOGETHER, "--size", "2")
+def test_ranks_make_common_decisions(start_with_torch: Start) -> None:
+    run = start_with_torch(COMMON_DECISIONS, "--size", "2")
     assert run.wait() == 0, run.stderr
     by_rank = [{record.get("what"): record for record in run.records if record["rank"] == rank} for rank in (0, 1)]
     for rank, records in enumerate(by_rank):
@@ -170,7 +170,7 @@ def test_ranks_decide_together(start_with_torch: Start) -> None:
     paces = {record["rank"]: record for record in run.records if "step_s" in record}
     assert [pace["step"] for pace in paces.values()] == [2, 2]
     assert paces[0]["stragglers"] == "1"
-    assert "stragglers" not in paces[1], "rank 0 tells of all"
+    assert "stragglers" not in paces[1], "rank 0 reports the stragglers of all ranks"
     assert paces[0]["step_s"] < paces[1]["step_s"] == paces[0]["slowest_step_s"]
     assert min(pace["memory_bytes"] for pace in paces.values()) > 1e7
     shares = [paces[rank]["samples_per_s"] for rank in (0, 1)]
@@ -178,7 +178,7 @@ def test_ranks_decide_together(start_with_torch: Start) -> None:
     assert "Warning" not in run.stderr
 
 
-def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start_with_torch: Start) -> None:
+def test_a_rank_without_memory_fails_if_the_others_do_not_vote(start_with_torch: Start) -> None:
     run = start_with_torch(
         """
         import torch
@@ -196,7 +196,7 @@ def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start
     assert "OutOfMemory: this rank ran out of memory, and the vote with the other ranks (limit: 2 s) failed" in run.stderr
 
 
-def test_a_request_to_one_rank_stops_all_after_the_same_step(start_with_torch: Start) -> None:
+def test_sigterm_to_one_rank_stops_all_ranks_after_the_same_step(start_with_torch: Start) -> None:
     run = start_with_torch(
         """
         import os, sys
@@ -225,7 +225,7 @@ def test_a_request_to_one_rank_stops_all_after_the_same_step(start_with_torch: S
     assert not run.error_file.exists()
 
 
-def test_stacks_go_to_a_file_of_the_attempt(start_with_torch: Start, tmp_path: Path) -> None:
+def test_stacks_are_written_to_a_file_of_the_attempt(start_with_torch: Start, tmp_path: Path) -> None:
     script = """
         import os, signal
         from distflow import train
@@ -242,18 +242,18 @@ def test_stacks_go_to_a_file_of_the_attempt(start_with_torch: Start, tmp_path: P
     assert "most recent call first" not in run.stderr
 
 
-def test_stacks_may_be_asked_for_as_soon_as_their_file_is_there(start_with_torch: Start, tmp_path: Path) -> None:
+def test_stacks_can_be_requested_as_soon_as_their_file_exists(start_with_torch: Start, tmp_path: Path) -> None:
     run = start_with_torch(
         """
         import os, signal
         from distflow import train
         open_one = os.open
-        def and_then_the_node_asks(path, *given):
+        def open_and_send_sigusr1(path, *given):
             descriptor = open_one(path, *given)
             if "stacks-" in str(path):
                 os.kill(os.getpid(), signal.SIGUSR1)
             return descriptor
-        os.open = and_then_the_node_asks
+        os.open = open_and_send_sigusr1
         train.init()
         """,
         plain=True, DISTFLOW_ATTEMPT_DIR=str(tmp_path),
@@ -289,7 +289,7 @@ def test_debug_mode_names_both_sides_of_a_mismatch(start_with_torch: Start) -> N
         (5, "", "train.stop_requested()"),
     ],
 )  # fmt: skip
-def test_a_stuck_collective_ends_after_the_time_of_the_strategy(
+def test_a_stuck_collective_ends_after_the_configured_timeout(
     start_with_torch: Start, strategy_s: int, given: str, call: str
 ) -> None:
     strategy, _ = parse_strategy({"kind": "ddp", "timeout_s": strategy_s}, (2,))
@@ -305,7 +305,7 @@ def test_a_stuck_collective_ends_after_the_time_of_the_strategy(
         try:
             {call}
         except RuntimeError as error:
-            train.report(step=0, waited_s=time.monotonic() - begin, said=str(error))
+            train.report(step=0, waited_s=time.monotonic() - begin, message=str(error))
             raise SystemExit(7)
         """,
         "--size", "2", DISTFLOW_STRATEGY=json.dumps(strategy.normalized()),
@@ -313,10 +313,10 @@ def test_a_stuck_collective_ends_after_the_time_of_the_strategy(
     assert run.wait() == 7, run.stderr
     (record,) = run.records
     assert 4 < record["waited_s"] < 60
-    assert "imed out" in record["said"]
+    assert "imed out" in record["message"]
 
 
-def test_a_process_alone_is_a_world_of_one(start_with_torch: Start) -> None:
+def test_a_single_process_is_a_world_of_one_rank(start_with_torch: Start) -> None:
     run = start_with_torch(
         """
         import torch, torch.distributed as dist
@@ -342,8 +342,8 @@ def test_a_process_alone_is_a_world_of_one(start_with_torch: Start) -> None:
     assert run.stderr == ""
 
 
-def test_the_threads_of_our_groups_have_ended_before_python_does(start: Start) -> None:
-    """One that lets go of a tensor later aborts the process, which had done all its work."""
+def test_the_threads_of_process_groups_end_before_python_does(start: Start) -> None:
+    """A thread that releases a tensor later would abort the process after all its work is done."""
     run = start(
         """
         import atexit
@@ -373,7 +373,7 @@ def test_the_threads_of_our_groups_have_ended_before_python_does(start: Start) -
 
 
 def test_torchrun_starts_the_same_script(start: Start) -> None:
-    """Its agent hosts the store, and a restart must not see the ranks of the attempt before."""
+    """The agent of torchrun hosts the store. After a restart, ranks must not see those of the previous attempt."""
     run = start(
         """
         import os, sys
@@ -395,30 +395,30 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
 
 
 @pytest.mark.parametrize("environment", [{}, {"RANK": ""}])
-def test_a_process_without_a_rank_meets_nobody(environment: dict[str, str]) -> None:
+def test_a_process_without_a_rank_does_not_wait_for_others(environment: dict[str, str]) -> None:
     place = _place(environment, "gloo")
     assert place.size == 1
     assert isinstance(_rendezvous(environment, place, timedelta(seconds=1)), HashStore)
 
 
-def test_a_rank_that_comes_at_the_last_moment_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_joins_just_before_the_deadline_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     place = _place({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "gloo")
-    meeting = HashStore()
-    other = PrefixStore(f"distflow/0/{world._left}", meeting)
+    store = HashStore()
+    other = PrefixStore(f"distflow/0/{world._left}", store)
     now = time.monotonic
 
-    def and_then_it_comes() -> float:
+    def join_and_read_clock() -> float:
         if other.add("rank/1", 1) == 1:
             other.add("arrived", 1)
         return now()
 
-    monkeypatch.setattr(time, "monotonic", and_then_it_comes)
-    _register_and_wait(meeting, {}, place, timedelta(seconds=1), deadline=now() - 1)
+    monkeypatch.setattr(time, "monotonic", join_and_read_clock)
+    _register_and_wait(store, {}, place, timedelta(seconds=1), deadline=now() - 1)
     assert other.get("size") == b"2"
 
 
-def test_ranks_that_have_left_a_world_join_the_next(start_with_torch: Start) -> None:
-    """Also where the store of the first one is still there: torchrun's agent keeps its own."""
+def test_ranks_that_have_left_a_world_can_join_another_one(start_with_torch: Start) -> None:
+    """The store of the first world still exists, as under torchrun, whose agent keeps its store."""
     run = start_with_torch(
         """
         import torch, torch.distributed as dist
@@ -439,8 +439,8 @@ def test_ranks_that_have_left_a_world_join_the_next(start_with_torch: Start) -> 
     assert sorted((record["step"], record["total"]) for record in run.records) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
-def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start_with_torch: Start) -> None:
-    """Three steps against five under ``join``: the rank with more of them waited for the other's answer until its timeout."""
+def test_calls_that_need_an_answer_of_all_ranks_are_refused_inside_join(start_with_torch: Start) -> None:
+    """Rank 0 has three batches and rank 1 has five. Rank 1 would wait for an answer of rank 0 until its timeout."""
     run = start_with_torch(
         """
         import torch
@@ -471,27 +471,27 @@ def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start_with_torch
         for name, (check, options) in checks.items():
             try:
                 steps(*build(**options), check)
-                said = ""
-            except (RuntimeError, TypeError) as error:
-                said = str(error)
-            train.report(step=0, what=name, said=said)
-        train.report(step=0, what="after", said=str(train.GradientGuard().finite(nn.Linear(1, 1))))
+                error = ""
+            except (RuntimeError, TypeError) as caught:
+                error = str(caught)
+            train.report(step=0, what=name, error=error)
+        train.report(step=0, what="after", error=str(train.GradientGuard().finite(nn.Linear(1, 1))))
         """,
         "--size", "2",
     )  # fmt: skip
     assert run.wait() == 0, run.stderr
     for rank in (0, 1):
-        said = {record["what"]: record["said"] for record in run.records if record["rank"] == rank}
-        assert (said["nothing"], said["after"]) == ("", "True")
-        assert all("inside join()" in said[name] for name in ("gradients", "stop", "save"))
-        assert "under local_sgd()" in said["local"]
+        errors = {record["what"]: record["error"] for record in run.records if record["rank"] == rank}
+        assert (errors["nothing"], errors["after"]) == ("", "True")
+        assert all("inside join()" in errors[name] for name in ("gradients", "stop", "save"))
+        assert "under local_sgd()" in errors["local"]
 
 
-# -- meeting: threads of this process stand for ranks ---------------------------------------------------------------------
+# -- rendezvous: threads of this process act as ranks ----------------------------------------------------------------------
 
 
-def meet(ranks: list[tuple[int, int]], timeout_s: float, address: str = "127.0.0.1") -> list[str]:
-    """Let ranks (number, world size) meet; return what each of them was told, empty when all is well."""
+def join_ranks(ranks: list[tuple[int, int]], timeout_s: float, address: str = "127.0.0.1") -> list[str]:
+    """Let ranks (number, world size) join. Return the error of each of them, empty if it has joined."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
@@ -510,33 +510,35 @@ def meet(ranks: list[tuple[int, int]], timeout_s: float, address: str = "127.0.0
         return list(threads.map(lambda place: one(*place), ranks))
 
 
-def test_all_ranks_meet() -> None:
-    assert meet([(0, 3), (1, 3), (2, 3)], 30) == ["", "", ""]
+def test_all_ranks_join() -> None:
+    assert join_ranks([(0, 3), (1, 3), (2, 3)], 30) == ["", "", ""]
 
 
 def test_missing_ranks_are_named() -> None:
-    """By rank 0 at least: with it goes the store that another one would ask."""
-    assert meet([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not join within 1 s: check their output, or raise start_timeout"
+    """Only the error of rank 0 is certain: the store ends with rank 0, so another rank may not be able to read it."""
+    assert (
+        join_ranks([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not join within 1 s: check their output, or raise start_timeout"
+    )
 
 
-def test_a_rank_that_is_there_twice_is_named() -> None:
-    said = meet([(0, 3), (1, 3), (1, 3)], 2)
-    assert sum(text.startswith("rank 1 joined twice") for text in said) == 1
+def test_a_rank_that_joins_twice_is_named() -> None:
+    errors = join_ranks([(0, 3), (1, 3), (1, 3)], 2)
+    assert sum(text.startswith("rank 1 joined twice") for text in errors) == 1
 
 
-def test_ranks_of_another_world_are_named() -> None:
-    said = meet([(0, 3), (1, 2)], 1)
-    assert any("WORLD_SIZE must be the same" in text for text in said)
+def test_different_world_sizes_are_reported() -> None:
+    errors = join_ranks([(0, 3), (1, 2)], 1)
+    assert any("WORLD_SIZE must be the same" in text for text in errors)
 
 
-def test_a_master_that_is_not_there_is_named() -> None:
-    (said,) = meet([(1, 2)], 1)
-    assert said.startswith("rank 1 does not reach the master at 127.0.0.1:")
+def test_an_unreachable_master_is_named() -> None:
+    (error,) = join_ranks([(1, 2)], 1)
+    assert error.startswith("rank 1 does not reach the master at 127.0.0.1:")
 
 
 def test_an_address_of_another_machine_is_not_reported_as_a_taken_port() -> None:
-    (said,) = meet([(0, 2)], 1, "no-such-host.invalid")
-    assert said.startswith("rank 0 cannot connect to its own store at no-such-host.invalid:")
+    (error,) = join_ranks([(0, 2)], 1, "no-such-host.invalid")
+    assert error.startswith("rank 0 cannot connect to its own store at no-such-host.invalid:")
 
 
 def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +553,7 @@ def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"RANK": "1"}, "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({"DISTFLOW_WORLD_SIZE": "8"}, "RANK is not set: start the script with"),
@@ -560,6 +562,6 @@ def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> N
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
     ],
 )
-def test_an_environment_that_makes_no_world_is_explained(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(WorldError, match=said):
+def test_an_invalid_environment_is_explained(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(WorldError, match=message):
         _place(environment, "auto")

@@ -1,4 +1,4 @@
-"""Worlds of real processes that talk gloo. Each is run once per session, in forks of a process that has torch."""
+"""Runs worlds of real ranks with gloo, each once for a test session. The ranks are forks of a process with torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from preloaded import start_preloaded
 
 TESTS = Path(__file__).resolve().parents[1]
-"""Where scripts find each other, as tests do."""
+"""The directory from which the scripts import each other, as tests do."""
 DEADLINE_S = 270.0
-"""For a whole world, on a machine that is busy with other things."""
+"""The limit for a whole world on a busy machine."""
 
 
 def run_world(script: Path, ranks: int, temporary: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the JSON object that rank 0 of ``script`` wrote to ``RESULTS``: check → what it found.
+    """Return the JSON object that rank 0 of ``script`` wrote to ``RESULTS``: name of a check → its results.
 
     The first worker of pytest-xdist that asks for a world runs it; the others wait for the result.
     """
@@ -41,15 +41,15 @@ def run_world(script: Path, ranks: int, temporary: pytest.TempPathFactory) -> di
 
 
 def _run(script: Path, ranks: int, folder: Path, results: Path, temporary: pytest.TempPathFactory) -> None:
-    meeting = folder / "meeting"
-    meeting.unlink(missing_ok=True)  # of another worker that failed
+    rendezvous = folder / "rendezvous"
+    rendezvous.unlink(missing_ok=True)  # left by a worker of pytest-xdist that failed
     environment = {
         **os.environ,
         "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent / 'src'}",
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
-        "MEETING": str(meeting),
+        "RENDEZVOUS_FILE": str(rendezvous),
         "RESULTS": str(results),
     }
     code: int | None = None
@@ -57,7 +57,7 @@ def _run(script: Path, ranks: int, folder: Path, results: Path, temporary: pytes
         files = (stdin.fileno(), log.fileno(), log.fileno())
         main = start_preloaded(temporary.getbasetemp(), [str(script)], folder, environment, *files)
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with what the ranks printed
+        with contextlib.suppress(subprocess.TimeoutExpired):  # reported below, with the output of the ranks
             code = main.wait(DEADLINE_S)
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The prose check finds the phrases of its table in every kind of file, at their place, and nothing else."""
+"""The prose check finds the phrases of its table in every kind of file, with their lines, and nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check() -> ModuleType:
         ("a.yaml", "# in the manner of it\n", [(1, "in the manner of")]),
     ],
 )
-def test_phrases_are_found_at_their_place(
+def test_phrases_are_found_with_their_lines(
     check: ModuleType, tmp_path: Path, name: str, text: str, found: list[tuple[int, str]]
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -50,7 +50,7 @@ def test_every_rule_has_a_remedy(check: ModuleType, tmp_path: Path) -> None:
     assert [remedy for _, _, remedy in check.findings(tmp_path / "a.md")] == ["again", "next to, alongside"]
 
 
-def test_parts_that_are_not_clean_yet_are_left_out(check: ModuleType) -> None:
+def test_excluded_paths_are_not_checked(check: ModuleType) -> None:
     names = {path.relative_to(SCRIPT.parents[1]).as_posix() for path in check.files(["docs/ssh.md", "src/distflow/train"])}
     assert {"README.md", "docs/data.md", "src/distflow/errors.py"} <= names
     assert "docs/ssh.md" not in names

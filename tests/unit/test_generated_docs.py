@@ -1,4 +1,4 @@
-"""The generated parts of docs/ are what ``make docs`` would write now, and the tables they come from are whole."""
+"""The generated parts of docs/ equal the output of ``make docs``, and the tables that they are made from are complete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _load(path: Path) -> ModuleType:
     assert description is not None
     assert description.loader is not None
     module = importlib.util.module_from_spec(description)
-    # Dataclasses look their module up while they are made.
+    # `dataclass` looks up the module of a class in `sys.modules`.
     sys.modules[path.stem] = module
     description.loader.exec_module(module)
     return module
@@ -40,34 +40,33 @@ def _load(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    """scripts/generate_docs.py."""
+    """The module ``scripts/generate_docs.py``."""
     return _load(ROOT / "scripts" / "generate_docs.py")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_as_make_docs_would_write_it(page: Path, generator: ModuleType) -> None:
+def test_a_page_equals_the_output_of_make_docs(page: Path, generator: ModuleType) -> None:
     before = page.read_text(encoding="utf-8")
     after: str = generator.renewed(before)
     lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), page.name, "now", lineterm="", n=1))
     if lines:
-        pytest.fail("\n".join([*lines[:60], "", "renew it: make docs"]), pytrace=False)
+        pytest.fail("\n".join([*lines[:60], "", "to update it: make docs"]), pytrace=False)
 
 
-def test_every_part_stands_where_it_belongs(generator: ModuleType) -> None:
+def test_every_generated_part_is_on_its_page(generator: ModuleType) -> None:
     found = {page.name: parts for page in PAGES if (parts := generator.parts_of(page.read_text(encoding="utf-8")))}
     assert found == GENERATED
     assert sorted(part for parts in found.values() for part in parts) == sorted(generator.PARTS)
 
 
-def test_a_page_that_differs_is_found(generator: ModuleType) -> None:
+def test_a_changed_generated_part_is_written_again(generator: ModuleType) -> None:
     page = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
-    wrong = page.replace("another program canceled it", "another program cancelled it", 1)
-    assert wrong != page
-    assert generator.renewed(wrong) == page
+    changed = page.replace("another program canceled it", "another program stopped it", 1)
+    assert changed != page
+    assert generator.renewed(changed) == page
 
 
 def test_every_key_of_the_spec_is_in_its_reference(generator: ModuleType) -> None:
-
     schema = load_schema("distflow.spec", "workflow.schema.json")
     keys = {key for rule in (schema, *schema["$defs"].values()) for key in rule.get("properties", {})}
     text: str = generator.spec_reference()
@@ -99,7 +98,7 @@ def test_the_drawing_of_a_gang_shows_all_states_and_only_legal_moves() -> None:
     assert {state for move in moves for state in move} == {State(name) for name in boxes}
 
 
-def test_anchors_are_those_of_github(generator: ModuleType) -> None:
+def test_anchors_of_headings_are_those_of_github(generator: ModuleType) -> None:
     assert generator.slug("An entry of `workflow.resources`") == "an-entry-of-workflowresources"
     assert generator.slug("What survives what?") == "what-survives-what"
     assert generator.slug("torchrun: node ranks are 0 … nnodes − 1") == "torchrun-node-ranks-are-0--nnodes--1"

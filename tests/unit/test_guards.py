@@ -1,4 +1,4 @@
-"""The suite's own guards (``tests/conftest.py``)."""
+"""The signal handling of ``tests/conftest.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BACKGROUND = """
+SCRIPT = """
 import signal, sys
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -17,7 +17,7 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.get
 """
 
 
-def test_tests_and_what_they_start_heed_ctrl_c_in_a_shells_background_too() -> None:
+def test_conftest_restores_the_sigint_handler_if_sigint_is_ignored() -> None:
     tests = str(Path(__file__).resolve().parents[1])
-    done = subprocess.run([sys.executable, "-c", BACKGROUND, tests], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tests], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

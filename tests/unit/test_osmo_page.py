@@ -1,4 +1,4 @@
-"""The OSMO pages of docs/ have a row for every key, verb and option of OSMO, and every row has an answer."""
+"""The OSMO pages of docs/ cover every key, command and option of OSMO, and every row of their tables has an answer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OWN = (
     "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench", "submit", "status",
     "logs", "list", "validate", "stop", "fetch", "run", "init", "notify list", "notify test",
 )  # fmt: skip
-"""Verbs that OSMO has not."""
-TABLED = ("dataset",)
-"""Verbs of which one row speaks for all."""
+"""Commands that OSMO does not have."""
+GROUPS_WITH_ONE_ROW = ("dataset",)
+"""Groups of commands with one row for the whole group."""
 
 _SEARCH = "--count --offset --order --status --user --all-users --pool --priority --format-type"
 OSMO: Mapping[str, str] = MappingProxyType(
@@ -70,23 +70,23 @@ OSMO: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("login", "logout", "token", "user", "config", "app"), ""),
     }
 )
-"""OSMO's verbs with their options."""
+"""OSMO's commands with their options."""
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """The rows of the tables, without their heads."""
+    """Yield the rows of the tables, without their headings."""
     for table in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
         for line in table.splitlines()[2:]:
             yield tuple(cell.strip() for cell in line.strip().strip("|").split(" | "))
 
 
-def words_of(verb: str) -> str:
-    """All that the rows say of a verb."""
+def text_about(verb: str) -> str:
+    """Return the text of all rows about a command."""
     return " ".join(" ".join(row) for row in rows() if f"`{verb}`" in row[0])
 
 
 def commands() -> dict[str, set[str]]:
-    """Every verb of distflow with its long options, and the short ones of those that have no long name."""
+    """Return every command of distflow with its long options. Options without a long name have their short names."""
     found: dict[str, set[str]] = {}
 
     def visit(command: Any, name: str) -> None:
@@ -105,7 +105,7 @@ def commands() -> dict[str, set[str]]:
     return found
 
 
-def test_no_row_is_silent() -> None:
+def test_every_row_has_an_answer() -> None:
     for row in rows():
         assert all(row), row
         if re.fullmatch(r"Q\d+", row[0]):
@@ -115,7 +115,7 @@ def test_no_row_is_silent() -> None:
             assert row[1].startswith(ANSWERS), row
 
 
-def test_every_oddity_has_a_row() -> None:
+def test_every_oddity_of_osmo_has_a_row() -> None:
     assert [row[0] for row in rows() if row[0][0] == "Q"] == [f"Q{number}" for number in range(1, 28)]
 
 
@@ -125,23 +125,23 @@ def test_every_key_of_osmos_language_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(OSMO))
-def test_every_option_of_osmos_verbs_has_its_word(verb: str) -> None:
-    words = words_of(verb)
-    assert words, f"the page has no row for `{verb}`"
-    assert [option for option in OSMO[verb].split() if f"`{option}`" not in words] == []
+def test_every_option_of_osmos_commands_is_in_the_row_of_its_command(verb: str) -> None:
+    text = text_about(verb)
+    assert text, f"the page has no row for `{verb}`"
+    assert [option for option in OSMO[verb].split() if f"`{option}`" not in text] == []
 
 
-def test_every_option_of_distflows_verbs_has_its_word() -> None:
-    silent = [
+def test_every_option_of_distflows_commands_is_in_the_row_of_its_command() -> None:
+    missing = [
         f"{verb} {option}"
         for verb, options in commands().items()
-        if verb not in OWN and not verb.startswith(TABLED)
+        if verb not in OWN and not verb.startswith(GROUPS_WITH_ONE_ROW)
         for option in sorted(options)
-        if f"`{option}`" not in words_of(verb)
+        if f"`{option}`" not in text_about(verb)
     ]
-    assert silent == []
+    assert missing == []
 
 
-def test_what_only_distflow_has_is_named() -> None:
+def test_every_command_that_only_distflow_has_is_named() -> None:
     assert [verb for verb in OWN if f"`{verb}`" not in TEXT] == []
-    assert sorted(set(commands()) - {*OSMO, *OWN} - {verb for verb in commands() if verb.startswith(TABLED)}) == []
+    assert sorted(set(commands()) - {*OSMO, *OWN} - {verb for verb in commands() if verb.startswith(GROUPS_WITH_ONE_ROW)}) == []

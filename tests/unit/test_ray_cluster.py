@@ -1,4 +1,4 @@
-"""The cluster of a gang, with a stand-in for Ray's command line; tests/scenarios runs the real one."""
+"""The start of a gang's Ray cluster, with a replacement for Ray's command line. ``tests/scenarios`` runs the real one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = ["head", "--address", "10.0.0.1:6379", "--node-address", "10.0.0.1", "--g
 WORKER = ["worker", "--address", "10.0.0.1:6379", "--node-address", "10.0.0.2", "--cpus", "8"]
 
 
-def program(folder: Path, name: str, text: str) -> None:
+def write_program(folder: Path, name: str, text: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o700)
@@ -23,8 +23,10 @@ def program(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory with a `ray` that writes down what it was told, and a package that knows as many nodes as a file says."""
-    program(tmp_path, "ray", 'echo "$@" >> "$(dirname "$0")/told"; exit "$(cat "$(dirname "$0")/code" 2>/dev/null || echo 0)"')
+    """A directory with a program `ray` that records its arguments, and a module `ray` with the number of nodes in a file."""
+    write_program(
+        tmp_path, "ray", 'echo "$@" >> "$(dirname "$0")/calls"; exit "$(cat "$(dirname "$0")/code" 2>/dev/null || echo 0)"'
+    )
     (tmp_path / "ray.py").write_text(
         "import pathlib\ninit = lambda **_: None\n"
         "count = pathlib.Path(__file__).with_name('count')\n"
@@ -36,55 +38,55 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(folder), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)])
     return subprocess.run(
-        [sys.executable, "-m", "distflow.ray_cluster", *words], capture_output=True, text=True, check=False, timeout=60,
+        [sys.executable, "-m", "distflow.ray_cluster", *arguments], capture_output=True, text=True, check=False, timeout=60,
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": path},
     )  # fmt: skip
 
 
-def test_the_head_waits_for_all_nodes_and_becomes_the_command(folder: Path) -> None:
+def test_the_head_waits_for_all_nodes_and_then_runs_the_command(folder: Path) -> None:
     done = run(folder, *HEAD, "--", "sh", "-c", "echo began -- $0; exit 5", "x y")
     assert (done.returncode, done.stdout) == (5, "began -- x y\n"), done.stderr
     assert "all 2 nodes have joined" in done.stderr
-    assert (folder / "told").read_text() == (
+    assert (folder / "calls").read_text() == (
         "start --node-ip-address 10.0.0.1 --disable-usage-stats --num-gpus 4 --head --port 6379 --include-dashboard=false\n"
     )
     assert (folder / "count").read_text() == "3"
 
 
-def test_nodes_that_stay_away_are_counted(folder: Path) -> None:
+def test_missing_nodes_are_an_error_after_the_timeout(folder: Path) -> None:
     done = run(folder, *HEAD, "--timeout", "0.5", "--nodes", "9", "--", "echo", "began")
     assert done.returncode == 1
     assert "of 9 nodes have joined Ray after 0.5 s" in done.stderr
     assert "began" not in done.stdout
 
 
-def test_a_head_that_cannot_start_says_so_by_its_code(folder: Path) -> None:
+def test_the_exit_code_of_a_head_that_cannot_start_is_returned(folder: Path) -> None:
     (folder / "code").write_text("7")
     assert run(folder, *HEAD, "--", "echo", "began").returncode == 7
 
 
-def test_a_worker_tries_until_the_head_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_retries_until_its_timeout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     (folder / "code").write_text("4")
     times = iter([0.0, 1.0, 119.0, 121.0])
     monkeypatch.setattr(ray_cluster, "_pause", lambda: None)
     assert ray_cluster.main(WORKER, clock=lambda: next(times)) == 4
-    told = (folder / "told").read_text().splitlines()
-    assert set(told) == {"start --node-ip-address 10.0.0.2 --disable-usage-stats --num-cpus 8 --address 10.0.0.1:6379 --block"}
-    assert len(told) == 3
+    calls = (folder / "calls").read_text().splitlines()
+    assert set(calls) == {"start --node-ip-address 10.0.0.2 --disable-usage-stats --num-cpus 8 --address 10.0.0.1:6379 --block"}
+    assert len(calls) == 3
 
 
-def test_a_worker_that_had_joined_ends_with_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_after_its_timeout_is_not_retried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     times = iter([0.0, 500.0])
     assert ray_cluster.main(WORKER, clock=lambda: next(times)) == 1
-    assert len((folder / "told").read_text().splitlines()) == 1
+    assert len((folder / "calls").read_text().splitlines()) == 1
 
 
-def test_without_ray_the_remedy_is_named(folder: Path) -> None:
+def test_a_missing_ray_is_an_error_with_a_remedy(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "distflow.ray_cluster", *WORKER], capture_output=True, text=True, check=False, timeout=60,
         env={**os.environ, "PATH": "/nowhere"},
@@ -113,6 +115,6 @@ def test_a_command_that_cannot_be_executed_is_named(
     assert capsys.readouterr().err == "ray: Permission denied\n"
 
 
-@pytest.mark.parametrize("words", [HEAD, [*WORKER, "--", "true"]])
-def test_a_command_is_the_heads_alone(words: list[str], folder: Path) -> None:
-    assert run(folder, *words).returncode == 2
+@pytest.mark.parametrize("arguments", [HEAD, [*WORKER, "--", "true"]])
+def test_the_head_needs_a_command_and_a_worker_refuses_one(arguments: list[str], folder: Path) -> None:
+    assert run(folder, *arguments).returncode == 2

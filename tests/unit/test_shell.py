@@ -13,7 +13,7 @@ HOSTILE = ["", "a b", "$(id)", "`id`", "a'b", 'a"b', "a\nb", "-n", "*", "\\", "Ã
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_a_shell_gives_back_exactly_the_word(word: str) -> None:
+def test_a_shell_reads_a_quoted_word_unchanged(word: str) -> None:
     done = subprocess.run(["sh", "-c", quote(["printf", "%s|", word, word])], capture_output=True, text=True, check=True)
     assert done.stdout == f"{word}|{word}|"
 
@@ -25,7 +25,7 @@ def test_variables_are_expanded_inside_hostile_words(word: str) -> None:
     assert done.stdout == f"{word}1 2{word}"
 
 
-def test_a_secret_does_not_print() -> None:
+def test_the_text_of_a_secret_does_not_contain_its_value() -> None:
     secret = Secret("hunter2")
     assert "hunter2" not in f"{secret} {secret!r} {[secret]}"
     assert secret.reveal() == "hunter2"

@@ -41,6 +41,6 @@ for thread in threads:
 """
 
 
-def test_first_records_of_a_class_may_come_from_several_threads() -> None:
+def test_several_threads_can_create_the_first_records_of_a_class() -> None:
     """Without the lock, msgspec crashes about every fifth of these processes."""
     assert [subprocess.run([sys.executable, "-c", CODE], check=False).returncode for _ in range(10)] == [0] * 10

@@ -1,4 +1,4 @@
-"""The cluster that the other tests of Kubernetes use."""
+"""The Kubernetes cluster of the tests itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POD = {
 }
 
 
-def test_a_pod_runs_and_a_killed_kubelet_comes_back(lone_kubernetes: KubernetesCluster) -> None:
+def test_a_pod_runs_and_a_stopped_kubelet_can_start_again(lone_kubernetes: KubernetesCluster) -> None:
     namespace = lone_kubernetes.create_namespace()
     lone_kubernetes.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(POD))
     wait_until(lambda: lone_kubernetes.objects("pods", namespace)[0]["status"]["phase"] == "Succeeded", 60, "the pod has run")

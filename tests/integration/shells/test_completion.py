@@ -32,7 +32,7 @@ LINES = {
     "distflow workflow list --status FAILED_IM": "distflow workflow list --status FAILED_IMAGE_PULL",
     "distflow login x": "distflow login x",
 }
-"""What is typed before the tabulator, and the line after it."""
+"""The text before Tab is pressed, and the completed line."""
 
 
 class Shell:
@@ -44,28 +44,28 @@ class Shell:
             ["setsid", "--ctty", *command], stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=environment["HOME"]
         )
         os.close(slave)
-        self.seen = ""
+        self.output = ""
 
-    def look(self) -> str:
+    def read_output(self) -> str:
         while select.select([self.master], [], [], 0)[0]:
-            self.seen += os.read(self.master, 65536).decode(errors="replace")
-        return self.seen
+            self.output += os.read(self.master, 65536).decode(errors="replace")
+        return self.output
 
     def await_text(self, text: str) -> None:
         try:
-            wait_until(lambda: text in self.look(), 40)
+            wait_until(lambda: text in self.read_output(), 40)
         except TimeoutError:
-            raise AssertionError(f"{text!r} is not in {self.seen!r}") from None
-        self.seen = self.seen.partition(text)[2]
+            raise AssertionError(f"{text!r} is not in {self.output!r}") from None
+        self.output = self.output.partition(text)[2]
 
     def complete(self, line: str) -> None:
-        """Type a line and the tabulator, and let the shell print the completed line."""
+        """Type a line and Tab, and let the shell print the completed line."""
         os.write(self.master, f"{line}\t\x01echo 'LINE:' \r".encode())
 
 
 @contextmanager
 def shell(name: str, folder: Path) -> Iterator[Shell]:
-    """Install the completion in a home of its own, and start the shell there."""
+    """Install the completion in a separate home, and start the shell there."""
     command, file, settings = START[name]
     program = shutil.which(name)
     if program is None:
@@ -100,5 +100,5 @@ def test_tab_completes_commands_tasks_and_statuses(name: str, tmp_path: Path, mo
         for typed, completed in LINES.items():
             one.complete(typed)
             one.await_text(f"LINE: {completed}\r\n")
-            assert "rror" not in one.seen
+            assert "rror" not in one.output
             one.await_text(PROMPT)

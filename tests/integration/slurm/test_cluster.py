@@ -46,7 +46,7 @@ def test_a_job_ends_with_all_of_its_processes(slurm: Slurm) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), what="the job's processes have ended")
 
 
-def test_a_cluster_loses_a_node_preempts_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_cluster_preempts_jobs_loses_nodes_and_leaves_no_process(tmp_path: Path) -> None:
     if why := missing_slurm():
         pytest.skip(why)
     with Slurm(tmp_path / "cluster", options={"KillWait": "1"}) as cluster:

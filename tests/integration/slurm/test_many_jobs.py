@@ -39,10 +39,10 @@ class NoLogs:
 
 @pytest.mark.ssh
 @pytest.mark.timeout(300)
-def test_a_hundred_waiting_gangs_cost_few_questions_and_connections(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_hundred_waiting_gangs_need_few_queries_and_connections(slurm: Slurm, tmp_path: Path) -> None:
     if why := missing_sshd():
         pytest.skip(why)
-    log, counting = tmp_path / "asked", tmp_path / "bin"
+    log, counting = tmp_path / "queries", tmp_path / "bin"
     counting.mkdir()
     (counting / "squeue").write_text(_COUNTING.format(log=log, squeue=slurm.commands / "squeue"))
     (counting / "squeue").chmod(0o755)
@@ -54,9 +54,9 @@ def test_a_hundred_waiting_gangs_cost_few_questions_and_connections(slurm: Slurm
         machine = Machine(cpus=1, memory=1, gpus=0, python="p")
         text = json.dumps({"pools": {"c": settings | {"root": str(tmp_path / "root")}}})
         pool = parse_configuration(text, "distflow.yaml", root="/r", machine=machine).pools["c"]
-        seen: list[Observation] = []
+        observations: list[Observation] = []
         (tmp_path / "blobs").mkdir()
-        backend = open_backend(pool, blobs=tmp_path / "blobs", sink=seen.append, logs=NoLogs())
+        backend = open_backend(pool, blobs=tmp_path / "blobs", sink=observations.append, logs=NoLogs())
         connections = 0
         try:
             for number in range(GANGS):
@@ -69,12 +69,12 @@ def test_a_hundred_waiting_gangs_cost_few_questions_and_connections(slurm: Slurm
             def all_wait() -> bool:
                 nonlocal connections
                 connections = max(connections, login.connections())
-                reasons = {one.workflow for one in seen if isinstance(one, LeaseWaits) and "(" in one.message}
+                reasons = {one.workflow for one in observations if isinstance(one, LeaseWaits) and "(" in one.message}
                 return len(reasons) == GANGS
 
             wait_until(all_wait, 120, "Slurm's reason is known for each gang")
-            asked = len(log.read_text().splitlines())
-            wait_until(lambda: all_wait() and len(log.read_text().splitlines()) >= asked + 2, 60, "Slurm is asked again")
+            queries = len(log.read_text().splitlines())
+            wait_until(lambda: all_wait() and len(log.read_text().splitlines()) >= queries + 2, 60, "squeue runs again")
             backend.keep(())
             wait_until(lambda: len(slurm.jobs()) == 1, 60, "all jobs of the gangs are gone")
         finally:

@@ -19,7 +19,7 @@ Check = Callable[..., str]
 
 
 @pytest.fixture
-def checked(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check_pool(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setenv("SLURM_CONF", str(slurm.config))
 
     def check(settings: str, *, python: str = "python3") -> str:
@@ -32,25 +32,25 @@ def checked(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ch
     return check
 
 
-def test_a_pool_without_mistakes(checked: Check, slurm: Slurm, tmp_path: Path) -> None:
-    found = checked("slurm: {time: 1h}, platforms: {h100: {gres: 'gpu:h100', partition: main}}")
+def test_a_correct_pool_has_only_notes(check_pool: Check, slurm: Slurm, tmp_path: Path) -> None:
+    found = check_pool("slurm: {time: 1h}, platforms: {h100: {gres: 'gpu:h100', partition: main}}")
     assert "error" not in found
     assert "warning" not in found
     assert found.startswith("note: login: Slurm 2")
-    for words in (
+    for text in (
         "note: login: Slurm accepts a job of one node; it would start at",
         "note: login: Slurm accepts a job of one node (platform `h100`); it would start at",
         "note: login: on a node, `python3` is Python 3.",
         f"note: login: `{tmp_path}/root` is shared with the login node",
     ):
-        assert words in found
+        assert text in found
     assert list((tmp_path / "root").iterdir()) == []
     # Slurm may still be completing the job of the check.
     wait_until(lambda: not slurm.jobs(), 30, "the end of the job of the check")
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ("slurm: {partition: mainn}", "error: login: there is no partition `mainn`\n    did you mean `main`?"),
         ("platforms: {x: {partition: nope}}", "error: login: there is no partition `nope` (platform `x`)"),
@@ -79,28 +79,32 @@ def test_a_pool_without_mistakes(checked: Check, slurm: Slurm, tmp_path: Path) -
         ),
     ],
 )
-def test_mistakes_have_remedies(checked: Check, slurm: Slurm, settings: str, words: str) -> None:
+def test_mistakes_have_remedies(check_pool: Check, slurm: Slurm, settings: str, message: str) -> None:
     if "closed" in settings or "short" in settings:
         slurm.run("scontrol", "create", "PartitionName=closed", "Nodes=ALL", "State=DOWN")
         slurm.run("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=5")
     try:
-        assert words in checked(settings, python="/no/such/python" if "tpu" in settings or "pyxis" in settings else "python3")
+        assert message in check_pool(
+            settings, python="/no/such/python" if "tpu" in settings or "pyxis" in settings else "python3"
+        )
     finally:
         if "closed" in settings or "short" in settings:
             slurm.run("scontrol", "delete", "PartitionName=closed")
             slurm.run("scontrol", "delete", "PartitionName=short")
 
 
-def test_limits_of_the_partition_are_named(checked: Check, slurm: Slurm) -> None:
+def test_limits_of_the_partition_are_named(check_pool: Check, slurm: Slurm) -> None:
     slurm.run("scontrol", "create", "PartitionName=small", "Nodes=ALL", "MaxTime=30", "MaxNodes=1")
     try:
-        assert "note: login: partition `small` allows jobs of at most 1 node and 30 min" in checked("slurm: {partition: small}")
+        assert "note: login: partition `small` allows jobs of at most 1 node and 30 min" in check_pool(
+            "slurm: {partition: small}"
+        )
     finally:
         slurm.run("scontrol", "delete", "PartitionName=small")
 
 
 def test_a_node_whose_srun_fails_is_named(
-    checked: Check, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check_pool: Check, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The environment of the login node reaches the node. There, this `srun` comes first in PATH.
     (tmp_path / "srun").write_text(
@@ -108,22 +112,22 @@ def test_a_node_whose_srun_fails_is_named(
     )
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = checked("slurm: {}")
+    found = check_pool("slurm: {}")
     assert "error: login: `srun --overlap` fails on a node: not here\n" in found
     assert "is Python 3." in found
 
 
-def test_python_on_the_nodes(checked: Check, slurm: Slurm) -> None:
-    found = checked("slurm: {}", python="/no/such/python")
+def test_a_python_that_does_not_run_on_the_nodes_is_reported(check_pool: Check, slurm: Slurm) -> None:
+    found = check_pool("slurm: {}", python="/no/such/python")
     assert "error: login: `/no/such/python` does not run on a node: " in found
     assert "No such file or directory" in found
     assert "\n    set `python` of the pool" in found
 
 
-def test_without_a_free_node_python_is_not_checked(checked: Check, slurm: Slurm) -> None:
+def test_without_a_free_node_python_is_not_checked(check_pool: Check, slurm: Slurm) -> None:
     job = slurm.run("sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 300").strip()
     wait_until(lambda: "RUNNING" in slurm.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"), what="the job runs")
-    found = checked("slurm: {}")
+    found = check_pool("slurm: {}")
     assert "error" not in found
     assert "note: login: Python on the nodes was not checked: no node is free now" in found
     assert slurm.jobs() == [job]

@@ -38,7 +38,7 @@ TASKS = ("w0", "w1")
 
 
 class CountingTransport(LocalTransport):
-    """Records the commands of Slurm that were run."""
+    """Records the Slurm commands that it runs."""
 
     def __init__(self) -> None:
         super().__init__("login")
@@ -50,18 +50,18 @@ class CountingTransport(LocalTransport):
 
 
 class UnreliableTransport(LocalTransport):
-    """Runs one command but loses its answer, or gives another one."""
+    """Loses the output of one command, or returns ``answer`` in its place."""
 
     def __init__(self) -> None:
         super().__init__("login")
-        self.loses = ""
-        self.answers: Completed | None = None
+        self.lost_command = ""
+        self.answer: Completed | None = None
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
-        if self.loses in argv and self.answers is not None:
-            return self.answers
+        if self.lost_command in argv and self.answer is not None:
+            return self.answer
         done = super().run(argv, input=input, timeout_s=timeout_s)
-        if self.loses in argv:
+        if self.lost_command in argv:
             raise NodeUnreachable(self.name, "connection lost")
         return done
 
@@ -101,7 +101,7 @@ def own_cluster(folder: Path, **options: str) -> Slurm:
     return Slurm(folder / "cluster", options={"SchedulerParameters": "bf_interval=1", "KillWait": "1", **options})
 
 
-def wanted(attempt: int = 0, *nodes: NodeRequest) -> AllocationRequest:
+def make_request(attempt: int = 0, *nodes: NodeRequest) -> AllocationRequest:
     return AllocationRequest(
         allocation=Allocation(workflow="cafe", group="train", attempt=attempt),
         label="lm-3/train",
@@ -113,7 +113,7 @@ def state_of(engine: SlurmEngine, job: str, tasks: Sequence[str] = TASKS) -> All
     return engine.states({job: tasks})[job]
 
 
-def reached(engine: SlurmEngine, job: str, kind: type[AllocationState]) -> AllocationState:
+def wait_for_state(engine: SlurmEngine, job: str, kind: type[AllocationState]) -> AllocationState:
     found: list[AllocationState] = []
 
     def arrived() -> bool:
@@ -124,63 +124,63 @@ def reached(engine: SlurmEngine, job: str, kind: type[AllocationState]) -> Alloc
     return found[0]
 
 
-def test_an_allocation_from_request_to_release(slurm: Slurm, open_engine: Open) -> None:
+def test_an_allocation_is_requested_granted_and_released(slurm: Slurm, open_engine: Open) -> None:
     foreign = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--comment=mine", "--wrap=sleep 300").strip()
     engine = open_engine(slurm)
-    job = engine.request(wanted())
-    assert reached(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
-    assert engine.request(wanted()) == job
-    again = open_engine(slurm)
-    assert again.request(wanted()) == job
-    assert again.allocations() == {job: wanted().allocation}
-    other = again.request(wanted(1))
+    job = engine.request(make_request())
+    assert wait_for_state(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
+    assert engine.request(make_request()) == job
+    second_engine = open_engine(slurm)
+    assert second_engine.request(make_request()) == job
+    assert second_engine.allocations() == {job: make_request().allocation}
+    other = second_engine.request(make_request(1))
     assert other != job
-    again.release([job, foreign, "99999"])
-    ended = reached(engine, job, Over)
+    second_engine.release([job, foreign, "99999"])
+    ended = wait_for_state(engine, job, Over)
     assert isinstance(ended, Over)
     assert (ended.reason, ended.message[: len(f"Slurm job {job} was canceled")]) == (
         Reason.CANCELED,
         f"Slurm job {job} was canceled",
     )
     assert foreign in slurm.jobs()
-    assert again.request(wanted()) != job  # a new job, because the first has ended
+    assert second_engine.request(make_request()) != job  # a new job, because the first has ended
     assert state_of(engine, "99999") == Over(reason=None, message="Slurm no longer knows job 99999")
 
 
 def test_a_second_job_of_an_allocation_is_canceled(slurm: Slurm, open_engine: Open) -> None:
     engine = open_engine(slurm)
-    job = engine.request(wanted())
-    marker = wanted().allocation.marker
+    job = engine.request(make_request())
+    marker = make_request().allocation.marker
     late = slurm.run("sbatch", "--parsable", "--output=/dev/null", f"--comment={marker}", "--wrap=sleep 300").strip()
     assert set(slurm.jobs()) == {job, late}
     wait_until(lambda: (state_of(engine, job), slurm.jobs() == [job])[1], what="the second job was canceled")
 
 
-def test_many_allocations_cost_one_question(slurm: Slurm, open_engine: Open) -> None:
+def test_the_states_of_many_allocations_need_one_query(slurm: Slurm, open_engine: Open) -> None:
     login = CountingTransport()
     engine = open_engine(slurm, login=login)
-    jobs = [engine.request(wanted(attempt)) for attempt in range(6)]
+    jobs = [engine.request(make_request(attempt)) for attempt in range(6)]
     assert len(set(jobs)) == 6
     assert login.commands == ["squeue", *["sbatch"] * 6]
     login.commands.clear()
     assert set(engine.states(dict.fromkeys(jobs, TASKS))) == set(jobs)
     assert login.commands == ["squeue"]
     engine.release(jobs)
-    reached(engine, jobs[-1], Over)
+    wait_for_state(engine, jobs[-1], Over)
 
 
-def test_refusals_and_waiting(slurm: Slurm, open_engine: Open) -> None:
+def test_refusals_and_the_reason_for_waiting_are_reported(slurm: Slurm, open_engine: Open) -> None:
     with pytest.raises(RequestRefused, match="Slurm refused the job: invalid partition specified: nope") as caught:
-        open_engine(slurm, "slurm: {partition: nope}").request(wanted())
+        open_engine(slurm, "slurm: {partition: nope}").request(make_request())
     assert "slurm.partition" in caught.value.hint
     engine = open_engine(slurm)
     with pytest.raises(RequestRefused, match="Requested node configuration is not available"):
-        engine.request(wanted(0, NodeRequest(task="t", gpus=99)))
+        engine.request(make_request(0, NodeRequest(task="t", gpus=99)))
     tasks = ("a", "b", "c")
-    job = engine.request(wanted(0, *(NodeRequest(task=task) for task in tasks)))
+    job = engine.request(make_request(0, *(NodeRequest(task=task) for task in tasks)))
     found = wait_until(
         lambda: state if isinstance(state := state_of(engine, job, tasks), Queued) and "None" not in state.why else None,
-        what="Slurm says why the job waits",
+        what="Slurm reports why the job waits",
     )
     # Slurm reports PartitionConfig first, then PartitionNodeLimit.
     assert found.why.startswith("will not start: it requests more ")
@@ -188,10 +188,10 @@ def test_refusals_and_waiting(slurm: Slurm, open_engine: Open) -> None:
     assert slurm.jobs() == []
 
 
-def test_the_messages_of_a_job_whose_program_cannot_start(slurm: Slurm, open_engine: Open, tmp_path: Path) -> None:
+def test_the_error_of_a_program_that_cannot_start_is_reported(slurm: Slurm, open_engine: Open, tmp_path: Path) -> None:
     engine = open_engine(slurm, python="/no/such/python")
-    job = engine.request(wanted())
-    ended = reached(engine, job, Over)
+    job = engine.request(make_request())
+    ended = wait_for_state(engine, job, Over)
     assert isinstance(ended, Over)
     assert ended.reason is None
     assert "failed with exit code" in ended.message
@@ -200,24 +200,24 @@ def test_the_messages_of_a_job_whose_program_cannot_start(slurm: Slurm, open_eng
 
 
 def test_tasks_of_different_shapes_are_a_heterogeneous_job(tmp_path: Path, open_engine: Open) -> None:
-    request = wanted(0, NodeRequest(task="w0", cpus=2), NodeRequest(task="w1", gpus=2))
+    request = make_request(0, NodeRequest(task="w0", cpus=2), NodeRequest(task="w1", gpus=2))
     with own_cluster(tmp_path) as cluster:
         engine = open_engine(cluster)
         job = engine.request(request)
-        assert reached(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
+        assert wait_for_state(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
         assert cluster.jobs() == [f"{job}+0", f"{job}+1"]
         assert open_engine(cluster).request(request) == job
         assert engine.notice(job) == ""
         engine.release([job])
-        assert isinstance(reached(engine, job, Over), Over)
+        assert isinstance(wait_for_state(engine, job, Over), Over)
         assert cluster.jobs() == []
 
 
 def test_a_cluster_without_heterogeneous_jobs_gives_all_nodes_the_largest_shape(tmp_path: Path, open_engine: Open) -> None:
     with own_cluster(tmp_path, SchedulerType="sched/builtin") as cluster:
         engine = open_engine(cluster)
-        job = engine.request(wanted(0, NodeRequest(task="w0", cpus=2), NodeRequest(task="w1", gpus=2)))
-        assert reached(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
+        job = engine.request(make_request(0, NodeRequest(task="w0", cpus=2), NodeRequest(task="w1", gpus=2)))
+        assert wait_for_state(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
         assert "every node gets the largest" in engine.notice(job)
         assert "NumCPUs=4" in (shown := cluster.run("scontrol", "show", "job", job))
         assert "TresPerNode=gres:gpu:2" in shown
@@ -234,22 +234,22 @@ def test_the_margin_of_a_time_limit_fits_into_the_partition(
         cluster.add_partition("short", MaxTime="60")
         partition = "main" if minutes > 60 else "short"
         engine = open_engine(cluster, f"slurm: {{partition: '{partition}'}}")
-        request = replace(wanted(), time_limit_s=exec_min * 60.0 + 3600.0, margin_s=3600.0)
+        request = replace(make_request(), time_limit_s=exec_min * 60.0 + 3600.0, margin_s=3600.0)
         job = engine.request(request)
         assert cluster.run("squeue", "--noheader", f"--jobs={job}", "--Format=TimeLimit:.40").split() == [_limit(minutes)]
-        reached(engine, job, Granted)
+        wait_for_state(engine, job, Granted)
 
 
 def test_a_time_limit_without_its_margin_is_tried_if_slurm_refuses_it(slurm: Slurm, open_engine: Open) -> None:
     login = UnreliableTransport()
     engine = open_engine(slurm, login=login)
-    login.answers = Completed(exit_code=1, stdout=b"", stderr=b"sbatch: error: Requested time limit is invalid\n")
-    login.loses = "--time=90"
-    job = engine.request(replace(wanted(), time_limit_s=90 * 60.0, margin_s=3600.0))
+    login.answer = Completed(exit_code=1, stdout=b"", stderr=b"sbatch: error: Requested time limit is invalid\n")
+    login.lost_command = "--time=90"
+    job = engine.request(replace(make_request(), time_limit_s=90 * 60.0, margin_s=3600.0))
     assert "TimeLimit=00:30:00" in slurm.run("scontrol", "show", "job", job)
-    login.loses = "--time=30"
+    login.lost_command = "--time=30"
     with pytest.raises(RequestRefused, match="Requested time limit is invalid"):
-        engine.request(replace(wanted(1), time_limit_s=30 * 60.0, margin_s=0.0))
+        engine.request(replace(make_request(1), time_limit_s=30 * 60.0, margin_s=0.0))
 
 
 def _limit(minutes: int) -> str:
@@ -258,48 +258,48 @@ def _limit(minutes: int) -> str:
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60}:{rest % 60:02}:00"
 
 
-def test_preemption_and_a_lost_node(tmp_path: Path, open_engine: Open) -> None:
+def test_preemption_and_a_lost_node_end_an_allocation(tmp_path: Path, open_engine: Open) -> None:
     with own_cluster(tmp_path) as cluster:
         cluster.add_partition("urgent", PriorityTier="10")
         engine = open_engine(cluster, "slurm: {exclusive: true}")
-        job = engine.request(wanted())
-        reached(engine, job, Granted)
+        job = engine.request(make_request())
+        wait_for_state(engine, job, Granted)
         urgent = open_engine(cluster, "slurm: {exclusive: true, partition: urgent}")
-        second = urgent.request(wanted(1))
-        assert reached(engine, job, Over) == Over(
+        second = urgent.request(make_request(1))
+        assert wait_for_state(engine, job, Over) == Over(
             reason=Reason.PREEMPTED, message=f"Slurm job {job} was preempted by another job"
         )
-        reached(urgent, second, Granted)
+        wait_for_state(urgent, second, Granted)
         cluster.kill_node("n2")
         # Slurm would find out after SlurmdTimeout.
         cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-        assert reached(urgent, second, Over) == Over(
+        assert wait_for_state(urgent, second, Over) == Over(
             reason=Reason.NODE_LOST, message=f"Slurm job {second} lost a node (n2)", hosts=("n2",)
         )
 
 
-def test_an_engine_that_cannot_be_asked_is_unreachable_and_lost_answers_do_no_harm(slurm: Slurm, open_engine: Open) -> None:
+def test_failed_queries_are_reported_and_a_lost_answer_causes_no_second_job(slurm: Slurm, open_engine: Open) -> None:
     login = UnreliableTransport()
     engine = open_engine(slurm, login=login)
-    login.loses = "sbatch"
+    login.lost_command = "sbatch"
     with pytest.raises(NodeUnreachable, match="connection lost"):
-        engine.request(wanted())
+        engine.request(make_request())
     (job,) = slurm.jobs()
-    assert engine.request(wanted()) == job
-    login.loses = "squeue"
+    assert engine.request(make_request()) == job
+    login.lost_command = "squeue"
     with pytest.raises(NodeUnreachable, match="connection lost"):
         engine.states({job: TASKS})
-    login.answers = Completed(exit_code=1, stdout=b"", stderr=b"slurm_load_jobs error: Unable to contact slurm controller\n")
+    login.answer = Completed(exit_code=1, stdout=b"", stderr=b"slurm_load_jobs error: Unable to contact slurm controller\n")
     with pytest.raises(NodeUnreachable, match=r"login: `squeue` failed: slurm_load_jobs error: Unable to contact"):
         engine.states({job: TASKS})
-    login.answers = Completed(exit_code=0, stdout=b"something else\n", stderr=b"")
+    login.answer = Completed(exit_code=0, stdout=b"something else\n", stderr=b"")
     with pytest.raises(NodeUnreachable, match="the answer does not have the requested format"):
         engine.states({job: TASKS})
-    login.answers = Completed(exit_code=127, stdout=b"", stderr=b"sh: exec: squeue: not found\n")
+    login.answer = Completed(exit_code=127, stdout=b"", stderr=b"sh: exec: squeue: not found\n")
     with pytest.raises(RequestRefused, match="`squeue` was not found") as caught:
-        open_engine(slurm, login=login).request(wanted(1))
+        open_engine(slurm, login=login).request(make_request(1))
     assert "`login`" in caught.value.hint
-    login.loses = "sh"  # the whole script is one argument
+    login.lost_command = "sh"  # the whole script is one argument
     with pytest.raises(NodeUnreachable, match="`scancel` was not found"):
         engine.release([job])
     assert slurm.jobs() == [job]
@@ -314,8 +314,8 @@ def test_an_engine_and_its_relays_share_one_session_on_the_login_node(slurm: Slu
         inner = SshTransport("login", SshDestination(host="login", config_file=str(server.client_config)))
         login = MultiplexedTransport(inner, python=sys.executable)
         engine = open_engine(slurm, login=login)
-        job = engine.request(wanted())
-        reached(engine, job, Granted)
+        job = engine.request(make_request())
+        wait_for_state(engine, job, Granted)
         step = ["srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "--gres=none", "--unbuffered"]
         relays = [login.open([*step, "-w", host, "sh", "-c", "echo $SLURMD_NODENAME; cat"]) for host in ("n1", "n2") * 6]
         assert [relay.read() for relay in relays] == [b"n1\n", b"n2\n"] * 6
@@ -327,5 +327,5 @@ def test_an_engine_and_its_relays_share_one_session_on_the_login_node(slurm: Slu
         for relay in relays:
             relay.close()
         engine.release([job])
-        reached(engine, job, Over)
+        wait_for_state(engine, job, Over)
         login.close()

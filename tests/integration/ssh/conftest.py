@@ -1,4 +1,4 @@
-"""Real OpenSSH servers on loopback addresses, and hosts in network namespaces where root allows."""
+"""Fixtures: real OpenSSH servers on loopback addresses, and for root, hosts in network namespaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _has_sshd() -> None:
 
 @pytest.fixture(scope="session")
 def server(_has_sshd: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    """One server for the tests that change nothing about it: ``gpu1``, with keys of two kinds."""
+    """A server for tests that do not change it: ``gpu1``, with two host keys."""
     with Sshd(tmp_path_factory.mktemp("gpu1"), "127.0.1.1", alias="gpu1", key_kinds=("ed25519", "ecdsa")) as made:
         yield made
 
@@ -59,7 +59,7 @@ def reach() -> Iterator[Reach]:
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[..., str]:
-    """Write a configuration out of blocks and return its path."""
+    """Write an SSH configuration of these blocks and return its path."""
 
     def write(*blocks: str, name: str = "config") -> str:
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Commands over a real sshd: what the contract suite does not ask."""
+"""Commands over a real sshd: properties that the contract tests do not cover."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ssh
 _MIB = 1 << 20
 
 
-def _fails(transport: Transport) -> bool:
+def _is_unreachable(transport: Transport) -> bool:
     try:
         transport.run(["true"], timeout_s=5)
     except NodeUnreachable:
@@ -39,7 +39,7 @@ def _fails(transport: Transport) -> bool:
     return False
 
 
-def test_aes_gcm_is_agreed_on_without_compression(server: Sshd, reach: Reach) -> None:
+def test_connections_use_aes_gcm_without_compression(server: Sshd, reach: Reach) -> None:
     transport = reach(server)
     transport.run(["true"], timeout_s=60)
     link = transport._shared.current
@@ -50,7 +50,7 @@ def test_aes_gcm_is_agreed_on_without_compression(server: Sshd, reach: Reach) ->
     assert wire.local_compression == "none"
 
 
-def test_nothing_is_connected_before_it_is_needed(server: Sshd) -> None:
+def test_an_unused_transport_does_not_connect(server: Sshd) -> None:
     before = server.log.read_text().count("Connection from")
     transport = SshTransport("gpu1", SshDestination(host="gpu1", config_file=str(server.client_config)))
     transport.close()
@@ -73,7 +73,7 @@ def test_many_threads_share_one_connection(server: Sshd, reach: Reach) -> None:
     assert server.log.read_text().count("Accepted publickey") == before + 1
 
 
-def test_32_mib_each_way_at_once_with_noise_on_stderr(server: Sshd, reach: Reach) -> None:
+def test_a_run_transfers_32_mib_in_each_direction_with_output_on_stderr(server: Sshd, reach: Reach) -> None:
     code = (
         "import os,sys,threading\n"
         "def noise():\n for _ in range(4096): os.write(2, b'n' * 1024)\n"
@@ -89,7 +89,7 @@ def test_32_mib_each_way_at_once_with_noise_on_stderr(server: Sshd, reach: Reach
     assert len(done.stderr) == 4 * _MIB
 
 
-def test_a_channel_carries_32_mib_each_way(server: Sshd, reach: Reach) -> None:
+def test_a_channel_transfers_32_mib_in_each_direction(server: Sshd, reach: Reach) -> None:
     channel = reach(server).open(["cat"])
     data = os.urandom(_MIB) * 32
     writer = threading.Thread(target=channel.write, args=(data,), daemon=True)
@@ -129,38 +129,38 @@ def test_the_end_of_the_connection_is_reported_and_the_next_use_reconnects(make_
     assert channel.read() == b""
     assert re.search(r"\[connection\] .*@.*: it closed the connection$", channel.stderr_tail(), re.MULTILINE)
     with pytest.raises(NodeUnreachable):
-        wait_until(lambda: channel.write(b"two\n"), 15, "the end is noticed")
+        wait_until(lambda: channel.write(b"two\n"), 15, "the end of the connection is detected")
     channel.close()
     assert transport.run(["echo", "again"], timeout_s=60).stdout == b"again\n"
 
 
-def test_a_run_that_loses_its_connection_says_so(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
+def test_a_run_that_loses_its_connection_fails_as_unreachable(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
     server = make_server()
     transport = reach(server)
     found: list[NodeUnreachable] = []
-    heard = tmp_path / "heard"
+    received_input = tmp_path / "received_input"
 
     def run() -> None:
         with pytest.raises(NodeUnreachable, match="gpu9: the connection broke while `sh` ran: ") as caught:
-            transport.run(["sh", "-c", f"cat > {heard}; sleep 30"], input=b"it runs", timeout_s=30)
+            transport.run(["sh", "-c", f"cat > {received_input}; sleep 30"], input=b"it runs", timeout_s=30)
         found.append(caught.value)
 
     thread = threading.Thread(target=run)
     thread.start()
-    # It gets its input when we know that it runs.
-    wait_until(lambda: heard.exists() and heard.read_bytes(), 20, "the command runs")
+    # The command has read its input, so it runs.
+    wait_until(lambda: received_input.exists() and received_input.read_bytes(), 20, "the command runs")
     server.stop()
     thread.join(20)
     assert found[0].message.count("gpu9") == 1
 
 
-def test_a_server_that_is_away_is_an_error_each_time_and_comes_back(make_server: MakeServer, reach: Reach) -> None:
+def test_commands_fail_while_the_server_is_stopped_and_run_after_its_restart(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     transport = reach(server)
     assert transport.run(["echo", "1"], timeout_s=60).stdout == b"1\n"
     server.stop()
-    wait_until(lambda: _fails(transport), 20, "the end is noticed")
-    assert _fails(transport)
+    wait_until(lambda: _is_unreachable(transport), 20, "the end of the connection is detected")
+    assert _is_unreachable(transport)
     server.start()
     assert transport.run(["echo", "2"], timeout_s=60).stdout == b"2\n"
 
@@ -183,7 +183,7 @@ def test_output_of_a_forced_command_does_not_disturb_the_agent(make_server: Make
         link.close()
 
 
-def test_output_of_a_startup_file_does_not_disturb_it_either(make_server: MakeServer, reach: Reach) -> None:
+def test_output_of_a_startup_file_does_not_disturb_the_agent(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(alias="chatty")
     for name in (".bashrc", ".zshenv", ".profile"):
         (server.home / name).write_text("echo stale file handle; cat /no/such/motd\n")
@@ -194,7 +194,7 @@ def test_output_of_a_startup_file_does_not_disturb_it_either(make_server: MakeSe
         link.close()
 
 
-def test_a_command_survives_the_end_of_the_connection(server: Sshd, reach: Reach, tmp_path: Path) -> None:
+def test_a_command_continues_after_the_end_of_the_connection(server: Sshd, reach: Reach, tmp_path: Path) -> None:
     transport = reach(server)
     code = f"import os,sys\nos.write(1, b'up')\nwhile os.read(0, 1): pass\nopen({str(tmp_path / 'proof')!r}, 'w').close()"
     channel = transport.open([sys.executable, "-c", code])
@@ -203,10 +203,10 @@ def test_a_command_survives_the_end_of_the_connection(server: Sshd, reach: Reach
     wait_until((tmp_path / "proof").exists, 20, "the command continued after the connection")
 
 
-def test_fan_out_gives_one_result_or_one_error_of_each(server: Sshd, make_server: MakeServer, reach: Reach) -> None:
-    other, gone = make_server("gpu2", "127.0.1.2"), make_server("gpu3", "127.0.1.3")
-    gone.stop()
-    transports = [reach(one) for one in (server, gone, other)]
+def test_fan_out_returns_a_result_or_an_error_for_each_node(server: Sshd, make_server: MakeServer, reach: Reach) -> None:
+    other, stopped = make_server("gpu2", "127.0.1.2"), make_server("gpu3", "127.0.1.3")
+    stopped.stop()
+    transports = [reach(one) for one in (server, stopped, other)]
     outcomes = fan_out(transports, lambda one: one.run(["echo", one.name], timeout_s=60).stdout)
     assert [one.node for one in outcomes] == ["gpu1", "gpu3", "gpu2"]
     assert [one.value for one in outcomes] == [b"gpu1\n", None, b"gpu2\n"]
@@ -219,8 +219,8 @@ def test_fan_out_gives_one_result_or_one_error_of_each(server: Sshd, make_server
 def test_arguments_arrive_through_every_login_shell(shell: str, make_server: MakeServer, reach: Reach) -> None:
     path = shutil.which(shell)
     if path is None:
-        pytest.skip(f"{shell} is not here")
-    # sshd gives the line to the user's shell with -c; a forced command that does the same takes the place of another account.
+        pytest.skip(f"{shell} is not installed")
+    # sshd runs the user's shell with -c and the command. This forced command does the same, without an account for each shell.
     forced = f'{quote([path])} -c "$SSH_ORIGINAL_COMMAND"'
     server = make_server(alias=shell, options={"ForceCommand": forced})
     words = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb\n", "*", "", "ü→", "-n", "\\", "\\\\n", "!x", "~", "=ls", "%d", "a\tb"]
@@ -229,14 +229,14 @@ def test_arguments_arrive_through_every_login_shell(shell: str, make_server: Mak
     assert reach(server).run(["/no/such/program"], timeout_s=60).exit_code == 127
 
 
-def test_a_node_that_runs_no_commands_says_so(make_server: MakeServer, reach: Reach) -> None:
+def test_a_server_without_sessions_is_reported(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"MaxSessions": "0"})
     with pytest.raises(DistflowError, match=r"gpu9: .*channel") as caught:
         reach(server).run(["true"], timeout_s=10)
     assert "MaxSessions" in caught.value.hint
 
 
-def test_a_frozen_server_ends_the_wait_to_start_a_command(make_server: MakeServer, reach: Reach) -> None:
+def test_starting_a_command_on_a_frozen_server_times_out(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     transport = reach(server, connect_timeout_s=60)
     transport.run(["true"], timeout_s=60)
@@ -258,23 +258,23 @@ def test_an_idle_connection_is_polled_once_a_second(server: Sshd, reach: Reach) 
     assert transport._shared.current._transport.sock.gettimeout() == 1.0
 
 
-def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
-    def held() -> tuple[int, int]:
+def test_closed_connections_leave_no_descriptors_and_no_threads(server: Sshd, reach: Reach) -> None:
+    def open_resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    before = held()
+    before = open_resources()
     for _ in range(3):
         transport = reach(server)
         channel = transport.open(["cat"])
         transport.run(["true"], timeout_s=60)
         transport.close()
         channel.close()
-    wait_until(lambda: held() <= before, 20, f"as few descriptors and threads as before: {before}")
+    wait_until(lambda: open_resources() <= before, 20, f"as few descriptors and threads as before: {before}")
     wait_until(lambda: server.connections() == 0, 20, "sshd serves no connection")
 
 
-def test_commands_that_end_while_they_are_fed_leave_the_connection_alone(server: Sshd, reach: Reach) -> None:
-    # sshd hangs up when something comes for a channel that is gone: one message too late would end every command.
+def test_commands_that_end_before_they_read_their_input_do_not_end_the_connection(server: Sshd, reach: Reach) -> None:
+    # sshd disconnects if it gets a message for a closed channel: one late message would end all commands.
     transport = reach(server)
     bystander = transport.open(["cat"])
     before = server.log.read_text().count("Accepted publickey")
@@ -286,7 +286,7 @@ def test_commands_that_end_while_they_are_fed_leave_the_connection_alone(server:
     bystander.close()
 
 
-def test_a_command_may_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp_path: Path) -> None:
+def test_a_command_can_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp_path: Path) -> None:
     # paramiko's own thread would wait for the end of the key exchange before it answers, and never finish the exchange.
     node = reach(server)
     command = node.open(["sh", "-c", f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; read line"])
@@ -316,7 +316,7 @@ def test_a_command_may_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp
     assert node._shared.current._transport is first
 
 
-def test_the_reason_of_a_disconnect_is_kept(server: Sshd, reach: Reach) -> None:
+def test_the_reason_of_a_disconnect_is_reported(server: Sshd, reach: Reach) -> None:
     node = reach(server)
     command = node.open(["cat"])
     assert node._shared.current is not None
@@ -332,12 +332,12 @@ def test_the_reason_of_a_disconnect_is_kept(server: Sshd, reach: Reach) -> None:
 
 
 @pytest.mark.parametrize("by", ["server", "client"])
-def test_keys_are_exchanged_again_while_commands_come_and_go(
+def test_keys_are_exchanged_again_while_commands_start_and_end(
     make_server: MakeServer, reach: Reach, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     exchanges: list[object] = []
-    exchanged = PatchedTransport._parse_newkeys
-    monkeypatch.setattr(PatchedTransport, "_parse_newkeys", lambda wire, message: exchanges.append(exchanged(wire, message)))
+    original = PatchedTransport._parse_newkeys
+    monkeypatch.setattr(PatchedTransport, "_parse_newkeys", lambda wire, message: exchanges.append(original(wire, message)))
     server = make_server(options={"RekeyLimit": "1M"} if by == "server" else {})
     transport = reach(server)
     data = os.urandom(_MIB) * 8
@@ -349,20 +349,20 @@ def test_keys_are_exchanged_again_while_commands_come_and_go(
         vars(first.packetizer)["REKEY_BYTES"] = _MIB
     ended = threading.Event()
 
-    def come_and_go(one: Transport) -> int:
+    def run_short_commands(one: Transport) -> int:
         count = 0
         while not ended.is_set():
             assert one.run(["true"], input=b"x" * 10_000, timeout_s=60).exit_code == 0
             count += 1
         return count
 
-    def move(one: Transport) -> int:
+    def transfer_data(one: Transport) -> int:
         try:
             return len(one.run(["cat"], input=data, timeout_s=60).stdout)
         finally:
             ended.set()
 
-    actions = iter([move, come_and_go, come_and_go])
+    actions = iter([transfer_data, run_short_commands, run_short_commands])
 
     def act(one: Transport) -> int:
         return next(actions)(one)

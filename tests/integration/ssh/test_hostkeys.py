@@ -1,4 +1,4 @@
-"""Host keys of a real sshd against known_hosts files as people have them."""
+"""Host keys of a real sshd with the known_hosts files that users have."""
 
 from __future__ import annotations
 
@@ -59,29 +59,29 @@ def test_names_with_patterns_ports_and_commas_are_found(server: Sshd, reach: Rea
     assert works(reach(server, **known("".join(server.known_lines(name.format(known=server.known_name))))))
 
 
-def test_a_pattern_with_a_negation_does_not_hold(server: Sshd, reach: Reach, known: Known) -> None:
+def test_a_host_that_a_pattern_excludes_is_not_found(server: Sshd, reach: Reach, known: Known) -> None:
     with pytest.raises(HostKeyUnknown):
         works(reach(server, **known("".join(server.known_lines(f"*,!{server.known_name},!{server.address}")))))
 
 
-def test_an_unknown_host_shows_its_fingerprint_and_the_command_to_type(server: Sshd, reach: Reach, known: Known) -> None:
+def test_the_error_for_an_unknown_host_has_its_fingerprint_and_a_command(server: Sshd, reach: Reach, known: Known) -> None:
     fields = known("")
     with pytest.raises(HostKeyUnknown) as caught:
         works(reach(server, **fields))
-    said = str(caught.value)
-    assert said.startswith(f"gpu1: the host key of {server.user}@127.0.1.1:{server.port} is not known: ED25519 SHA256:")
-    assert fingerprint(server.host_keys["ed25519"]) in said
+    message = str(caught.value)
+    assert message.startswith(f"gpu1: the host key of {server.user}@127.0.1.1:{server.port} is not known: ED25519 SHA256:")
+    assert fingerprint(server.host_keys["ed25519"]) in message
     file = fields["known_hosts_files"][0]
     command = f"ssh-keyscan -t ed25519 -p {server.port} 127.0.1.1 >> {file}"
-    assert command in said
-    assert "ssh -F" in said
-    assert "accept-new" in said
-    # What it says is what helps.
+    assert command in message
+    assert "ssh -F" in message
+    assert "accept-new" in message
+    # The suggested command helps.
     subprocess.run(["sh", "-c", command], check=True, capture_output=True, timeout=30)
     assert works(reach(server, **fields))
 
 
-def test_nothing_is_written_unless_asked_for(server: Sshd, reach: Reach, known: Known, tmp_path: Path) -> None:
+def test_a_strict_connection_does_not_write_known_hosts(server: Sshd, reach: Reach, known: Known, tmp_path: Path) -> None:
     with pytest.raises(HostKeyUnknown):
         works(reach(server, **known("# mine\n")))
     assert (tmp_path / "known_hosts").read_text() == "# mine\n"
@@ -91,7 +91,7 @@ def test_nothing_is_written_unless_asked_for(server: Sshd, reach: Reach, known: 
 
 
 @pytest.mark.parametrize("content", ["", "# a comment without newline at its end"])
-def test_accept_new_keeps_the_key_and_compares_it_afterwards(
+def test_accept_new_saves_the_key_and_checks_it_afterwards(
     server: Sshd, reach: Reach, known: Known, tmp_path: Path, content: str
 ) -> None:
     fields = known(content)
@@ -110,19 +110,19 @@ def test_accept_new_makes_the_file_and_its_directory_private(server: Sshd, reach
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_accept_new_in_the_configuration_is_a_choice_too(
+def test_accept_new_can_be_set_in_the_ssh_configuration(
     server: Sshd, reach: Reach, configure: Callable[..., str], tmp_path: Path
 ) -> None:
     options = {"UserKnownHostsFile": str(tmp_path / "kh"), "StrictHostKeyChecking": "accept-new", "HashKnownHosts": "yes"}
     assert works(reach(server, config_file=configure(server.client_stanza(**options))))
     assert (tmp_path / "kh").read_text().startswith("|1|")
-    # The pool has the last word.
+    # The setting of the pool takes precedence.
     (tmp_path / "kh").write_text("")
     with pytest.raises(HostKeyUnknown):
         works(reach(server, config_file=configure(server.client_stanza(**options)), host_key_policy="strict"))
 
 
-def test_many_at_once_write_a_new_key_once(server: Sshd, reach: Reach, known: Known, tmp_path: Path) -> None:
+def test_connections_at_the_same_time_write_a_new_key_once(server: Sshd, reach: Reach, known: Known, tmp_path: Path) -> None:
     fields = known("")
     results: list[bool] = []
     transports = [reach(server, host_key_policy="accept-new", **fields) for _ in range(6)]
@@ -145,21 +145,19 @@ def test_a_changed_key_is_never_accepted_and_the_remedy_works(
     fields = known(f"# first line\n{server.known_name} {public(old)}\n")
     with pytest.raises(HostKeyMismatch) as caught:
         works(reach(server, host_key_policy=policy, **fields))
-    said = str(caught.value)
+    message = str(caught.value)
     file = fields["known_hosts_files"][0]
-    assert f"gpu9: {server.user}@127.0.1.9:{server.port} showed a host key that differs" in said
-    assert fingerprint(server.host_keys["ed25519"]) in said
-    assert f"{fingerprint(old)} ({file}:2)" in said
-    command = re.search(r"ssh-keygen -R .*", said)
+    assert f"gpu9: {server.user}@127.0.1.9:{server.port} showed a host key that differs" in message
+    assert fingerprint(server.host_keys["ed25519"]) in message
+    assert f"{fingerprint(old)} ({file}:2)" in message
+    command = re.search(r"ssh-keygen -R .*", message)
     assert command is not None
     assert command[0] == f"ssh-keygen -R '[127.0.1.9]:{server.port}' -f {file}"
     subprocess.run(["sh", "-c", command[0]], check=True, capture_output=True, timeout=30)
     assert works(reach(server, host_key_policy="accept-new", **fields))
 
 
-def test_another_key_of_the_same_address_on_port_22_says_nothing(
-    server: Sshd, reach: Reach, known: Known, tmp_path: Path
-) -> None:
+def test_the_key_of_port_22_does_not_apply_to_another_port(server: Sshd, reach: Reach, known: Known, tmp_path: Path) -> None:
     with pytest.raises(HostKeyUnknown):
         works(reach(server, **known(f"127.0.1.1 {public(make_key(tmp_path / 'other'))}\n")))
 
@@ -172,7 +170,7 @@ def test_a_revoked_key_is_refused_even_where_it_is_known(server: Sshd, reach: Re
 
 
 @pytest.mark.parametrize("form", ["lines", "binary", "other lines", "other binary"])
-def test_keys_of_revoked_host_keys_are_refused(
+def test_only_the_keys_in_revoked_host_keys_are_refused(
     server: Sshd, reach: Reach, known: Known, tmp_path: Path, configure: Callable[[str], str], form: str
 ) -> None:
     keys = [make_key(tmp_path / "other")] if "other" in form else list(server.host_keys.values())
@@ -192,7 +190,7 @@ def test_keys_of_revoked_host_keys_are_refused(
 
 
 @pytest.mark.parametrize("content", [None, b"SSHKRL\n\0damaged"])
-def test_revoked_host_keys_that_cannot_be_read_end_every_connection(
+def test_an_unreadable_revoked_host_keys_file_prevents_connections(
     server: Sshd, reach: Reach, tmp_path: Path, configure: Callable[[str], str], content: bytes | None
 ) -> None:
     if content is not None:
@@ -203,7 +201,7 @@ def test_revoked_host_keys_that_cannot_be_read_end_every_connection(
 
 
 @pytest.mark.parametrize("kind", ["ed25519", "ecdsa"])
-def test_a_host_with_several_keys_shows_the_one_that_is_known(server: Sshd, reach: Reach, known: Known, kind: str) -> None:
+def test_a_host_with_several_keys_is_asked_for_the_known_one(server: Sshd, reach: Reach, known: Known, kind: str) -> None:
     assert works(reach(server, **known(f"{server.known_name} {public(server.host_keys[kind])}\n")))
 
 
@@ -217,7 +215,9 @@ def test_an_rsa_host_key_is_signed_with_sha_2(make_server: MakeServer, reach: Re
     assert transport._shared.current._transport.host_key_type == "rsa-sha2-512"
 
 
-def test_host_key_algorithms_and_alias_of_the_configuration(server: Sshd, reach: Reach, configure: Callable[..., str]) -> None:
+def test_host_key_algorithms_and_alias_of_the_configuration_are_used(
+    server: Sshd, reach: Reach, configure: Callable[..., str]
+) -> None:
     known = Path(server.directory / "known_by_alias")
     known.write_text("".join(server.known_lines("the-cluster")))
     stanza = server.client_stanza(
@@ -250,7 +250,9 @@ class TestCertificates:
 
         return make
 
-    def test_a_good_one_is_enough(self, certified: Callable[..., Sshd], authority: Path, reach: Reach, known: Known) -> None:
+    def test_a_valid_certificate_is_enough(
+        self, certified: Callable[..., Sshd], authority: Path, reach: Reach, known: Known
+    ) -> None:
         assert works(reach(certified(), **known(f"@cert-authority [127.0.1.*]:* {public(authority)}\n")))
 
     @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ class TestCertificates:
             ((), "127.0.1.9", "signed by ED25519"),
         ],
     )
-    def test_a_bad_one_is_not_and_says_why(
+    def test_an_invalid_certificate_is_refused_with_the_reason(
         self,
         certified: Callable[..., Sshd],
         authority: Path,
@@ -296,7 +298,7 @@ class TestCertificates:
         with pytest.raises(HostKeyMismatch, match="revoked"):
             works(reach(server, **fields))
 
-    def test_the_plain_key_still_counts(
+    def test_a_known_key_is_accepted_without_its_certificate(
         self, certified: Callable[..., Sshd], reach: Reach, tmp_path: Path, known: Known
     ) -> None:
         server = certified()

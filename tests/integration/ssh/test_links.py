@@ -1,4 +1,4 @@
-"""Links that are cut: hosts in network namespaces, whose packets vanish when a test says so."""
+"""SSH over links that a test cuts: hosts in network namespaces, whose packets are then dropped."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def host(network: Network, tmp_path_factory: pytest.TempPathFactory) -> NetnsHos
     return network.host(tmp_path_factory.mktemp("far"))
 
 
-def test_a_host_on_port_22_of_its_own_address(host: NetnsHost, reach: Reach) -> None:
+def test_a_transport_reports_the_address_of_its_host(host: NetnsHost, reach: Reach) -> None:
     transport = reach(host.sshd)
     assert works(transport)
     assert transport.reached_address == host.address
 
 
-def test_a_host_that_is_cut_off_does_not_answer_and_comes_back(host: NetnsHost, reach: Reach) -> None:
+def test_a_host_that_is_cut_off_is_unreachable_until_its_link_is_restored(host: NetnsHost, reach: Reach) -> None:
     transport = reach(host.sshd, connect_timeout_s=3.0)
     host.cut()
     try:
@@ -47,7 +47,7 @@ def test_a_channel_over_a_cut_link_is_closed_at_once(host: NetnsHost, reach: Rea
     outcome: list[BaseException | None] = []
 
     def write() -> None:
-        # More than every buffer on the way holds.
+        # This is more than all buffers hold.
         try:
             channel.write(b"x" * (64 << 20))
             outcome.append(None)
@@ -96,7 +96,7 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
         host.heal()
 
 
-def test_keepalives_notice_a_link_that_is_cut(host: NetnsHost, reach: Reach) -> None:
+def test_keepalives_detect_a_link_that_is_cut(host: NetnsHost, reach: Reach) -> None:
     config = host.sshd.directory / "impatient"
     config.write_text(host.sshd.client_stanza(ServerAliveInterval="1", ServerAliveCountMax="1"))
     transport = reach(host.sshd, config_file=str(config))

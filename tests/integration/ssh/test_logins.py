@@ -1,4 +1,4 @@
-"""Logging in: keys in files and agents, certificates, and what is said when none of them is accepted."""
+"""Logins with keys in files and agents and with certificates, and the errors when none of them is accepted."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    # Socket paths are short.
+    # The path of a socket must be short.
     made = Agent(tmp_path_factory.mktemp("a") / "s")
     yield made
     made.close()
 
 
-def test_a_refused_key_says_which_was_tried_and_where(server: Sshd, reach: Reach, tmp_path: Path) -> None:
-    stranger = make_key(tmp_path / "stranger")
+def test_a_refused_login_names_the_host_and_the_tried_key(server: Sshd, reach: Reach, tmp_path: Path) -> None:
+    unauthorized = make_key(tmp_path / "unauthorized")
     with pytest.raises(AuthenticationRefused) as caught:
-        works(reach(server, identity_file=str(stranger), config_file=_alone(server, tmp_path)))
-    said = str(caught.value)
-    assert said.startswith(f"gpu1: {server.user}@127.0.1.1:{server.port} refused the key")
-    assert f"ED25519 {fingerprint(stranger)} {stranger}" in said
+        works(reach(server, identity_file=str(unauthorized), config_file=_config_without_keys(server, tmp_path)))
+    message = str(caught.value)
+    assert message.startswith(f"gpu1: {server.user}@127.0.1.1:{server.port} refused the key")
+    assert f"ED25519 {fingerprint(unauthorized)} {unauthorized}" in message
 
 
 def test_the_key_of_the_node_comes_before_those_of_the_configuration(server: Sshd, reach: Reach, tmp_path: Path) -> None:
-    stranger = make_key(tmp_path / "stranger")
+    unauthorized = make_key(tmp_path / "unauthorized")
     config = tmp_path / "config"
-    config.write_text(server.client_stanza(IdentityFile=str(stranger)))
+    config.write_text(server.client_stanza(IdentityFile=str(unauthorized)))
     assert works(reach(server, config_file=str(config), identity_file=str(server.user_key)))
 
 
@@ -82,7 +82,7 @@ def test_default_keys_of_the_home_are_found(server: Sshd, reach: Reach, configur
     assert works(reach(server, config_file=configure(server.client_stanza(IdentityFile=""))))
 
 
-def test_no_key_at_all_says_so(server: Sshd, reach: Reach, configure: Configure) -> None:
+def test_a_login_without_a_key_is_reported(server: Sshd, reach: Reach, configure: Configure) -> None:
     with pytest.raises(AuthenticationRefused, match=r"there is no usable key for .*: no key was found") as caught:
         works(reach(server, config_file=configure(server.client_stanza(IdentityFile="/no/such/key"))))
     assert "/no/such/key: file not found" in str(caught.value)
@@ -97,17 +97,17 @@ def test_a_key_with_a_passphrase_needs_the_agent_and_works_with_it(
     server.authorize(Path(f"{key}.pub"))
     with pytest.raises(AuthenticationRefused) as caught:
         works(reach(server, config_file=configure(server.client_stanza(IdentityFile=str(key)))))
-    said = str(caught.value)
-    assert "there is no usable key for" in said
-    assert f": {key} is protected by a passphrase" in said
-    assert f"run `ssh-add {key}`" in said
+    message = str(caught.value)
+    assert "there is no usable key for" in message
+    assert f": {key} is protected by a passphrase" in message
+    assert f"run `ssh-add {key}`" in message
     agent.add(key, "open sesame")
-    # Without its public half next to it, the file itself says which of the agent's keys it is.
+    # Without the public key file, the private key file identifies the key in the agent.
     Path(f"{key}.pub").unlink()
     assert works(reach(server, config_file=configure(server.client_stanza(IdentityFile=str(key), IdentityAgent=agent.socket))))
 
 
-def test_the_agent_of_the_environment_is_asked(
+def test_the_agent_of_the_environment_is_used(
     server: Sshd, reach: Reach, configure: Configure, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent.add(server.user_key)
@@ -118,7 +118,7 @@ def test_the_agent_of_the_environment_is_asked(
     assert works(reach(server, config_file=configure(stanza)))
 
 
-def test_identities_only_keeps_the_agents_other_keys_back(
+def test_identities_only_excludes_the_other_keys_of_the_agent(
     server: Sshd, reach: Reach, configure: Configure, agent: Agent
 ) -> None:
     agent.add(server.user_key)
@@ -129,7 +129,7 @@ def test_identities_only_keeps_the_agents_other_keys_back(
         works(reach(server, config_file=configure(stanza)))
 
 
-def test_a_key_that_is_only_in_the_agent_is_named_by_its_public_file(
+def test_a_public_key_file_selects_a_key_of_the_agent(
     server: Sshd, reach: Reach, configure: Configure, agent: Agent, tmp_path: Path
 ) -> None:
     agent.add(server.user_key)
@@ -139,7 +139,7 @@ def test_a_key_that_is_only_in_the_agent_is_named_by_its_public_file(
         assert works(reach(server, config_file=configure(stanza)))
 
 
-def test_the_named_key_comes_before_an_agent_full_of_others(
+def test_the_configured_key_is_tried_before_the_other_keys_of_the_agent(
     make_server: MakeServer, reach: Reach, configure: Configure, agent: Agent, tmp_path: Path
 ) -> None:
     server = make_server()
@@ -148,13 +148,13 @@ def test_the_named_key_comes_before_an_agent_full_of_others(
     agent.add(server.user_key)
     stanza = server.client_stanza(IdentitiesOnly="no", IdentityAgent=agent.socket)
     assert works(reach(server, config_file=configure(stanza)))
-    # And without it, the server times out, which is reported.
+    # Without that key, the server refuses the login after too many keys.
     with pytest.raises(AuthenticationRefused, match="too many keys were tried") as caught:
         works(reach(server, config_file=configure(stanza.replace(str(server.user_key), "/no/such/key"))))
     assert "IdentitiesOnly yes" in caught.value.hint
 
 
-def test_an_agent_that_is_gone_is_named(server: Sshd, reach: Reach, configure: Configure, tmp_path: Path) -> None:
+def test_an_agent_that_does_not_respond_is_named(server: Sshd, reach: Reach, configure: Configure, tmp_path: Path) -> None:
     stanza = server.client_stanza(IdentityFile="/no/such/key", IdentityAgent=str(tmp_path / "gone"))
     with pytest.raises(AuthenticationRefused) as caught:
         works(reach(server, config_file=configure(stanza)))
@@ -168,20 +168,20 @@ def test_a_file_that_is_not_a_key_is_named(server: Sshd, reach: Reach, configure
     assert f"{tmp_path / 'garbage'} is not a usable private key" in str(caught.value)
 
 
-def test_a_server_that_wants_a_password_is_distinguished(make_server: MakeServer, reach: Reach) -> None:
+def test_a_server_that_accepts_only_passwords_is_reported(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"PubkeyAuthentication": "no", "PasswordAuthentication": "yes"})
     with pytest.raises(AuthenticationRefused, match="the host accepts only password, which distflow never uses"):
         works(reach(server))
 
 
-def test_a_second_factor_is_refused_without_a_question(make_server: MakeServer, reach: Reach) -> None:
+def test_a_server_that_requires_a_second_factor_is_reported(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"AuthenticationMethods": "publickey,password", "PasswordAuthentication": "yes"})
     with pytest.raises(AuthenticationRefused, match="accepted, but the host requires more"):
         works(reach(server))
 
 
 class TestUserCertificates:
-    """A server that trusts an authority, and no key by itself."""
+    """A server that accepts only keys with a certificate of its authority."""
 
     @pytest.fixture
     def trusting(self, make_server: MakeServer, tmp_path: Path) -> Sshd:
@@ -194,7 +194,7 @@ class TestUserCertificates:
         return Path(f"{key}-cert.pub")
 
     @pytest.mark.parametrize("kind", ["ed25519", "rsa"])
-    def test_a_certificate_next_to_the_key(
+    def test_a_certificate_next_to_the_key_is_used(
         self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure, kind: str
     ) -> None:
         key = make_key(tmp_path / "certified", kind=kind)
@@ -204,14 +204,16 @@ class TestUserCertificates:
         self._sign(trusting, tmp_path, key)
         assert works(reach(trusting, config_file=config))
 
-    def test_one_that_the_configuration_names(self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure) -> None:
+    def test_a_certificate_that_the_configuration_names_is_used(
+        self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure
+    ) -> None:
         key = make_key(tmp_path / "certified")
         elsewhere = tmp_path / "elsewhere.pub"
         self._sign(trusting, tmp_path, key).rename(elsewhere)
         stanza = trusting.client_stanza(IdentityFile=str(key), CertificateFile=str(elsewhere))
         assert works(reach(trusting, config_file=configure(stanza)))
 
-    def test_one_for_a_key_in_the_agent(
+    def test_a_certificate_for_a_key_in_the_agent_is_used(
         self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure, agent: Agent
     ) -> None:
         key = make_key(tmp_path / "certified", passphrase="secret")
@@ -220,7 +222,9 @@ class TestUserCertificates:
         stanza = trusting.client_stanza(IdentityFile=str(key), IdentityAgent=agent.socket)
         assert works(reach(trusting, config_file=configure(stanza)))
 
-    def test_one_in_the_agent(self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure, agent: Agent) -> None:
+    def test_a_certificate_in_the_agent_is_used(
+        self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure, agent: Agent
+    ) -> None:
         key = make_key(tmp_path / "certified")
         self._sign(trusting, tmp_path, key)
         agent.add(key)
@@ -228,8 +232,8 @@ class TestUserCertificates:
         assert works(reach(trusting, config_file=configure(stanza)))
 
 
-def _alone(server: Sshd, tmp_path: Path) -> str:
-    """A configuration without keys of its own."""
+def _config_without_keys(server: Sshd, tmp_path: Path) -> str:
+    """Write a configuration without keys."""
     config = tmp_path / "alone"
     config.write_text(re.sub(r"  IdentityFile .*\n", "", server.client_stanza()))
     return str(config)

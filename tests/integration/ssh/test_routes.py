@@ -1,4 +1,4 @@
-"""Ways to a host, and ways to fail on the way: each named, each within its time."""
+"""Routes to a host (direct, jump hosts, proxy commands), and their failures: each is named, and respects its timeout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pipe(tmp_path: Path) -> str:
 
 @contextlib.contextmanager
 def listener(greeting: bytes | None) -> Iterator[int]:
-    """A port where somebody says ``greeting`` and nothing else; ``None``: hangs up at once."""
+    """A port whose server sends only ``greeting``; with ``None``, it closes each connection at once."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(8)
@@ -75,8 +75,8 @@ def listener(greeting: bytes | None) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def black_hole() -> Iterator[int]:
-    """A port whose packets vanish, without root: its queue is full, so the kernel drops who knocks."""
+def silent_port() -> Iterator[int]:
+    """A port that does not answer, made without root: its queue is full, so the kernel drops new connections."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
@@ -88,13 +88,13 @@ def black_hole() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def to(port: int, **fields: object) -> SshTransport:
+def transport_to(port: int, **fields: object) -> SshTransport:
     given = {"host": "127.0.0.1", "port": port, "user": "me", "config_file": "none", "connect_timeout_s": 2.0, **fields}
     return SshTransport("n1", SshDestination(**given))  # type: ignore[arg-type]
 
 
 def failure(transport: SshTransport, within_s: float = 30.0) -> str:
-    """What is said when the node cannot be reached, within the time."""
+    """Return the error when the node cannot be reached, and check that it comes in time."""
     before = time.monotonic()
     with pytest.raises(NodeUnreachable) as caught:
         transport.open(["true"])
@@ -104,57 +104,59 @@ def failure(transport: SshTransport, within_s: float = 30.0) -> str:
     return str(caught.value)
 
 
-def test_a_closed_port() -> None:
+def test_a_closed_port_is_reported() -> None:
     port = free_port()
-    assert failure(to(port)).startswith(f"n1: me@127.0.0.1:{port}: nothing listens there (connection refused)\n")
+    assert failure(transport_to(port)).startswith(f"n1: me@127.0.0.1:{port}: nothing listens there (connection refused)\n")
 
 
-def test_a_name_that_has_no_address() -> None:
-    said = failure(to(22, host="no-such-host.invalid"), within_s=30)
-    assert said.startswith("n1: me@no-such-host.invalid:22")
-    assert any(text in said for text in ("this name has no address", "this name cannot be looked up", "did not answer within"))
+def test_a_name_without_an_address_is_reported() -> None:
+    message = failure(transport_to(22, host="no-such-host.invalid"), within_s=30)
+    assert message.startswith("n1: me@no-such-host.invalid:22")
+    assert any(
+        text in message for text in ("this name has no address", "this name cannot be looked up", "did not answer within")
+    )
 
 
-def test_a_black_hole_ends_with_the_connect_timeout() -> None:
-    with black_hole() as port:
-        assert f"n1: me@127.0.0.1:{port} did not answer within 1 s" in failure(to(port, connect_timeout_s=1.0))
+def test_a_port_that_does_not_answer_ends_with_the_connect_timeout() -> None:
+    with silent_port() as port:
+        assert f"n1: me@127.0.0.1:{port} did not answer within 1 s" in failure(transport_to(port, connect_timeout_s=1.0))
 
 
-def test_the_connect_timeout_of_the_configuration_holds(configure: Configure) -> None:
-    with black_hole() as port:
+def test_the_connect_timeout_of_the_configuration_is_used(configure: Configure) -> None:
+    with silent_port() as port:
         config = configure("Host *\n  ConnectTimeout 1\n")
-        assert "did not answer within 1 s" in failure(to(port, config_file=config, connect_timeout_s=None))
+        assert "did not answer within 1 s" in failure(transport_to(port, config_file=config, connect_timeout_s=None))
 
 
-def test_a_port_where_the_server_is_silent() -> None:
+def test_a_server_that_sends_no_banner_is_reported() -> None:
     with listener(b"") as port:
-        said = failure(to(port, connect_timeout_s=1.0))
-    assert f"n1: me@127.0.0.1:{port} sent no SSH banner within 1 s" in said
+        message = failure(transport_to(port, connect_timeout_s=1.0))
+    assert f"n1: me@127.0.0.1:{port} sent no SSH banner within 1 s" in message
 
 
-def test_a_server_that_stops_in_the_key_exchange() -> None:
+def test_a_server_that_stops_in_the_key_exchange_is_reported() -> None:
     with listener(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
-        said = failure(to(port, connect_timeout_s=3.0))
-    assert f"n1: me@127.0.0.1:{port} did not finish the key exchange within 3 s" in said
+        message = failure(transport_to(port, connect_timeout_s=3.0))
+    assert f"n1: me@127.0.0.1:{port} did not finish the key exchange within 3 s" in message
 
 
-def test_a_port_where_somebody_hangs_up() -> None:
+def test_a_server_that_closes_the_connection_is_reported() -> None:
     with listener(None) as port:
-        assert f"n1: me@127.0.0.1:{port} closed the connection before it sent" in failure(to(port))
+        assert f"n1: me@127.0.0.1:{port} closed the connection before it sent" in failure(transport_to(port))
 
 
-def test_a_port_of_something_else() -> None:
+def test_a_server_that_does_not_speak_ssh_is_reported() -> None:
     with listener(b"HTTP/1.1 400 Bad Request\r\n" * 200) as port:
-        assert f"n1: me@127.0.0.1:{port} is not an SSH server\ncheck the port {port}" in failure(to(port))
+        assert f"n1: me@127.0.0.1:{port} is not an SSH server\ncheck the port {port}" in failure(transport_to(port))
 
 
-def test_a_server_with_only_insecure_algorithms(make_server: MakeServer, reach: Reach) -> None:
+def test_a_server_with_only_insecure_algorithms_is_refused(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"Ciphers": "chacha20-poly1305@openssh.com"})
     with pytest.raises(NodeUnreachable, match=r"gpu9: .*no common algorithm: .*cipher"):
         works(reach(server))
 
 
-def test_a_frozen_server(make_server: MakeServer, reach: Reach) -> None:
+def test_a_frozen_server_is_unreachable_until_it_continues(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     server.freeze()
     with pytest.raises(NodeUnreachable, match="sent no SSH banner within 2 s"):
@@ -163,7 +165,7 @@ def test_a_frozen_server(make_server: MakeServer, reach: Reach) -> None:
     assert works(reach(server))
 
 
-def test_a_failure_prints_nothing_and_holds_no_process_up() -> None:
+def test_a_failure_prints_nothing_and_does_not_delay_the_exit() -> None:
     code = (
         "import sys\n"
         "from distflow.errors import NodeUnreachable\n"
@@ -181,7 +183,7 @@ def test_a_failure_prints_nothing_and_holds_no_process_up() -> None:
 
 def test_closing_ends_a_connection_attempt() -> None:
     with listener(b"") as port:
-        transport = to(port, connect_timeout_s=30.0)
+        transport = transport_to(port, connect_timeout_s=30.0)
         found: list[NodeUnreachable] = []
 
         def attempt() -> None:
@@ -197,7 +199,7 @@ def test_closing_ends_a_connection_attempt() -> None:
         assert found
 
 
-def test_a_configuration_that_cannot_be_understood_names_its_line(server: Sshd, reach: Reach, configure: Configure) -> None:
+def test_an_invalid_configuration_is_reported_with_its_line(server: Sshd, reach: Reach, configure: Configure) -> None:
     config = configure("Match weather sunny\n  User x\n")
     with pytest.raises(
         TransportError, match=r"gpu1: cannot use the SSH configuration: Unsupported Match attribute weather\n.*config line 1: "
@@ -205,7 +207,7 @@ def test_a_configuration_that_cannot_be_understood_names_its_line(server: Sshd, 
         reach(server, config_file=config).open(["true"])
 
 
-def test_aliases_includes_and_the_home_configuration(server: Sshd) -> None:
+def test_aliases_and_includes_of_the_configuration_in_the_home_are_used(server: Sshd) -> None:
     folder = Path.home() / ".ssh"
     (folder / "conf.d").mkdir(parents=True)
     (folder / "config").write_text("Include conf.d/*.conf\nHost *\n  User another-user\n  Port 1\n")
@@ -225,7 +227,7 @@ class TestJumpHosts:
     def hops(self, make_server: MakeServer) -> tuple[Sshd, Sshd]:
         return make_server("bastion", "127.0.1.21"), make_server("inner", "127.0.1.22")
 
-    def test_two_hops_each_with_its_own_configuration(
+    def test_a_host_is_reached_through_two_hops_with_their_own_configurations(
         self, server: Sshd, hops: tuple[Sshd, Sshd], reach: Reach, configure: Configure
     ) -> None:
         first, second = hops
@@ -233,15 +235,17 @@ class TestJumpHosts:
         transport = reach(server, config_file=configure(*stanzas))
         assert works(transport)
         assert transport.reached_address is None
-        # sshd of the last one was reached from the second, that from the first.
+        # The first hop connects to the second one, which connects to the server.
         assert "Accepted publickey" in first.log.read_text()
         assert "Accepted publickey" in second.log.read_text()
         data = os.urandom(1 << 20) * 4
         assert transport.run(["cat"], input=data, timeout_s=60).stdout == data
         transport.close()
-        wait_until(lambda: first.connections() == 0 and second.connections() == 0, 20, "nothing is left on the way")
+        wait_until(
+            lambda: first.connections() == 0 and second.connections() == 0, 20, "the jump hosts have closed all connections"
+        )
 
-    def test_a_jump_host_with_a_jump_host_of_its_own(
+    def test_a_host_is_reached_through_a_jump_host_with_its_own_jump_host(
         self, server: Sshd, hops: tuple[Sshd, Sshd], reach: Reach, configure: Configure
     ) -> None:
         first, second = hops
@@ -249,7 +253,7 @@ class TestJumpHosts:
         assert works(reach(server, config_file=configure(*stanzas)))
         assert "Accepted publickey" in first.log.read_text()
 
-    def test_a_hop_that_is_named_by_address(
+    def test_a_jump_host_can_be_given_by_its_address(
         self, server: Sshd, hops: tuple[Sshd, Sshd], reach: Reach, configure: Configure
     ) -> None:
         first = hops[0]
@@ -283,10 +287,10 @@ class TestJumpHosts:
         unknown_target = server.client_stanza(ProxyJump="bastion", UserKnownHostsFile="none")
         with pytest.raises(HostKeyUnknown) as caught:
             works(reach(server, config_file=configure(first.client_stanza(), unknown_target)))
-        # From here its keys cannot be scanned.
+        # ssh-keyscan cannot reach this host from here.
         assert "ssh-keyscan" not in str(caught.value)
 
-    def test_a_hop_that_may_not_forward_says_so(
+    def test_a_jump_host_that_does_not_allow_forwarding_is_reported(
         self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure
     ) -> None:
         first = make_server("closed", "127.0.1.23", options={"AllowTcpForwarding": "no"})
@@ -297,14 +301,14 @@ class TestJumpHosts:
     def test_many_nodes_behind_one_jump_host_are_all_reached(
         self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure
     ) -> None:
-        # It drops new connections while ten others are not logged in yet.
+        # The jump host drops new connections while ten others have not logged in yet.
         bastion = make_server("bastion", "127.0.1.8", options={"MaxStartups": "10:100:10"})
         config = configure(bastion.client_stanza(), server.client_stanza(ProxyJump="bastion"))
         transports = [reach(server, config_file=config) for _ in range(24)]
         outcomes = fan_out(transports, lambda one: one.run(["true"], timeout_s=60).exit_code)
         assert [str(one.error or one.value) for one in outcomes] == ["0"] * 24
 
-    def test_jump_hosts_that_lead_to_each_other_end(self, server: Sshd, reach: Reach, configure: Configure) -> None:
+    def test_jump_hosts_in_a_loop_are_refused(self, server: Sshd, reach: Reach, configure: Configure) -> None:
         blocks = ["Host a\n  ProxyJump b\n", "Host b\n  ProxyJump a\n", server.client_stanza(ProxyJump="a")]
         with pytest.raises(TransportError, match="more than 16 jump hosts, perhaps in a loop"):
             works(reach(server, config_file=configure(*blocks)))
@@ -321,23 +325,23 @@ class TestJumpHosts:
         stanzas = [*(one.client_stanza() for one in hops), server.client_stanza(ProxyJump="bastion,inner")]
         assert works(reach(server, config_file=configure(*stanzas)))
 
-    def test_one_deadline_holds_for_the_whole_way(
+    def test_one_deadline_applies_to_all_hops_together(
         self, server: Sshd, hops: tuple[Sshd, Sshd], reach: Reach, configure: Configure
     ) -> None:
         first, second = hops
         second.freeze()
         stanzas = [first.client_stanza(), second.client_stanza(), server.client_stanza(ProxyJump="bastion,inner")]
         before = time.monotonic()
-        # Long enough for a busy machine to log in at the first one.
+        # This is enough for the login at the first hop on a busy machine.
         with pytest.raises(NodeUnreachable, match=r"jump host inner .* within 6 s"):
             reach(server, config_file=configure(*stanzas), connect_timeout_s=6.0).open(["true"])
         assert time.monotonic() - before < 30
 
 
 class TestProxyCommands:
-    """A program of the user's in between."""
+    """A program of the user carries the connection."""
 
-    def test_one_carries_the_connection_and_ends_with_it(
+    def test_a_proxy_command_carries_the_connection_and_ends_with_it(
         self, server: Sshd, reach: Reach, configure: Configure, pipe: str, tmp_path: Path
     ) -> None:
         command = f"sh -c 'echo $$ > {tmp_path / 'pid'}; exec {pipe} %h %p; :'"
@@ -347,30 +351,32 @@ class TestProxyCommands:
         pid = int((tmp_path / "pid").read_text())
         assert is_alive(pid)
         transport.close()
-        wait_until(lambda: not is_alive(pid), 20, "the command is gone")
+        wait_until(lambda: not is_alive(pid), 20, "the command has ended")
 
-    def test_ssh_itself_can_be_one(self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure) -> None:
+    def test_ssh_can_be_the_proxy_command(
+        self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure
+    ) -> None:
         first = make_server("bastion", "127.0.1.21")
         command = f"ssh -F {first.client_config} -W [%h]:%p bastion"
         assert works(reach(server, config_file=configure(server.client_stanza(ProxyCommand=command))))
 
-    def test_one_that_fails_is_named_with_its_words(self, server: Sshd, reach: Reach, configure: Configure) -> None:
+    def test_the_error_of_a_failed_proxy_command_has_its_output(self, server: Sshd, reach: Reach, configure: Configure) -> None:
         command = "sh -c 'echo no way to %h >&2; exit 1'"
         with pytest.raises(NodeUnreachable) as caught:
             works(reach(server, config_file=configure(server.client_stanza(ProxyCommand=command))))
         assert "output of the ProxyCommand:\nno way to 127.0.1.1" in str(caught.value)
 
-    def test_one_that_hangs_is_ended_with_all_it_started(
+    def test_a_proxy_command_that_hangs_is_killed_with_its_children(
         self, server: Sshd, reach: Reach, configure: Configure, tmp_path: Path
     ) -> None:
         command = f"sh -c 'sleep 60 & echo $! > {tmp_path / 'pid'}; wait'"
         config = configure(server.client_stanza(ProxyCommand=command))
-        # Long enough for a busy machine to start it.
+        # This is enough to start the command on a busy machine.
         with pytest.raises(NodeUnreachable, match="sent no SSH banner within 3 s"):
             reach(server, config_file=config, connect_timeout_s=3.0).open(["true"])
         pid = int((tmp_path / "pid").read_text())
-        wait_until(lambda: not is_alive(pid), 20, "what the command started is gone")
+        wait_until(lambda: not is_alive(pid), 20, "the child of the command has ended")
 
-    def test_none_means_none(self, server: Sshd, reach: Reach, configure: Configure) -> None:
+    def test_proxy_command_none_overrides_later_settings(self, server: Sshd, reach: Reach, configure: Configure) -> None:
         stanza = server.client_stanza(ProxyCommand="none", ProxyJump="none")
         assert works(reach(server, config_file=configure(stanza, "Host *\n  ProxyCommand false\n")))

@@ -25,7 +25,7 @@ INCLUDED = {
     "parts/a.conf": "User first\n",
 }
 
-# The text, the settings that hold for gpu1, and whether paramiko alone reads the same.
+# The configuration, its settings for gpu1, and whether paramiko alone reads the same settings.
 CASES: dict[str, tuple[str, dict[str, object], bool]] = {
     "first value wins": (
         "Host gpu1\n  Port 1\n  User a\nHost gpu*\n  Port 2\n  User b\n  HostName h.example\n",
@@ -112,7 +112,7 @@ Resolve = Callable[..., SshHost]
 
 @pytest.fixture
 def resolve(tmp_path: Path) -> Resolve:
-    """Write a configuration and return what it says about gpu1."""
+    """Write a configuration and return its settings for gpu1."""
 
     def resolve(text: str, **fields: Any) -> SshHost:
         for name, included in INCLUDED.items():
@@ -144,13 +144,13 @@ def check(host: SshHost, expected: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_openssh_reads(case: str, resolve: Resolve) -> None:
+def test_openssh_reads_the_configuration(case: str, resolve: Resolve) -> None:
     text, expected, _ = CASES[case]
     check(resolve(text), expected)
 
 
 @pytest.mark.parametrize("case", sorted(name for name, (_, _, is_simple) in CASES.items() if is_simple))
-def test_paramiko_reads_the_simple_ones_alone(case: str, resolve: Resolve, without_openssh: None) -> None:
+def test_paramiko_alone_reads_simple_configurations(case: str, resolve: Resolve, without_openssh: None) -> None:
     text, expected, _ = CASES[case]
     check(resolve(text), expected)
 
@@ -165,11 +165,11 @@ def test_options_that_need_openssh_are_refused_with_their_line(text: str, resolv
         resolve("# a comment\n\n" + text)
 
 
-def test_without_openssh_added_algorithms_change_nothing(resolve: Resolve, without_openssh: None) -> None:
+def test_without_openssh_added_algorithms_are_ignored(resolve: Resolve, without_openssh: None) -> None:
     assert resolve("HostKeyAlgorithms +ssh-rsa\n").host_key_algorithms == ""
 
 
-def test_without_openssh_the_users_own_file_is_read(without_openssh: None) -> None:
+def test_without_openssh_the_configuration_of_the_user_is_read(without_openssh: None) -> None:
     assert resolve_destination(SshDestination(host="gpu1")).port == 22
     (Path.home() / ".ssh").mkdir(parents=True)
     (Path.home() / ".ssh" / "config").write_text("Port 2299\n")
@@ -179,13 +179,13 @@ def test_without_openssh_the_users_own_file_is_read(without_openssh: None) -> No
 
 
 @pytest.mark.parametrize("text", ["Port many\n", "Port 99999\n", "Match weather sunny\n", 'User "me\n', "NoSuchKeyword x\n"])
-def test_an_error_is_reported_in_the_words_of_ssh(text: str, resolve: Resolve) -> None:
+def test_an_error_of_ssh_names_its_line(text: str, resolve: Resolve) -> None:
     with pytest.raises(SshConfigError, match=r"config:? line 2: "):
         resolve("\n" + text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("HostName %q\n", "unknown key %q"),
         ("ProxyCommand nc %z\n", "`ProxyCommand nc %z`: distflow does not support the token `%z`"),
@@ -194,13 +194,13 @@ def test_an_error_is_reported_in_the_words_of_ssh(text: str, resolve: Resolve) -
         ("ProxyCommand x\nProxyUseFdpass yes\n", "`ProxyUseFdpass yes` is not supported; use `ProxyJump`"),
     ],
 )
-def test_wrong_values_are_quoted(text: str, said: str, resolve: Resolve) -> None:
+def test_invalid_values_are_named(text: str, message: str, resolve: Resolve) -> None:
     with pytest.raises(SshConfigError) as caught:
         resolve(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_includes_that_include_themselves_end(tmp_path: Path) -> None:
+def test_an_include_of_itself_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "loop"
     file.write_text(f"Include {file}\n")
     with pytest.raises(SshConfigError, match="Too many recursive configuration includes"):
@@ -217,10 +217,10 @@ def test_a_match_exec_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, reso
     with pytest.raises(SshConfigError, match="did not finish within 2 s; a command of `Match exec` may hang"):
         resolve(f'Match exec "echo $$ > {tmp_path}/pid; sleep 600; true"\n  Port 1\n')
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not is_alive(pid), 20, "the command is gone")
+    wait_until(lambda: not is_alive(pid), 20, "the command has ended")
 
 
-def test_home_is_where_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_configuration_and_its_paths_follow_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host gpu1\n  Port 2288\n  IdentityFile ~/k\n")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -229,7 +229,7 @@ def test_home_is_where_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch
     assert host.known_hosts_files[0] == f"{tmp_path}/.ssh/known_hosts"
 
 
-def test_the_fields_of_a_node_win(resolve: Resolve) -> None:
+def test_the_fields_of_a_node_override_the_configuration(resolve: Resolve) -> None:
     text = "Port 1\nUser a\nIdentityFile /a\nConnectTimeout 1\nStrictHostKeyChecking no\nUserKnownHostsFile /a\n"
     given: dict[str, Any] = {
         "port": 2, "user": "b", "connect_timeout_s": 2.0, "host_key_policy": "strict", "known_hosts_files": ("/b",),
@@ -240,9 +240,7 @@ def test_the_fields_of_a_node_win(resolve: Resolve) -> None:
 @pytest.mark.parametrize(
     "name", ["-oProxyCommand=evil", "a;b", "$(id)", "`id`", "a b", "a'b", "a|b", "a\n", "", "a\\", "${HOME}", "a\x1bb"]
 )
-def test_users_that_a_shell_could_understand_are_refused_before_any_command_runs(
-    name: str, resolve: Resolve, tmp_path: Path
-) -> None:
+def test_user_names_with_shell_syntax_are_refused_before_a_command_runs(name: str, resolve: Resolve, tmp_path: Path) -> None:
     with pytest.raises(SshConfigError, match="is not a valid user name"):
         resolve(f'Match exec "touch {tmp_path}/ran; : %r"\n  ProxyCommand true %r\n', user=name)
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""A server that speaks S3, folders, and a web server; all real."""
+"""Fixtures: real servers for S3 and for sftp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distflow.testing.sshd import Sshd, missing_sshd
 
 @pytest.fixture
 def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The server, with an environment that it lets in."""
+    """The server, with its credentials in the environment."""
     for name, value in running_s3.environment.items():
         monkeypatch.setenv(name, value)
     return running_s3
@@ -40,7 +40,7 @@ def sshd(running_sshd: Sshd) -> Sshd:
 
 @pytest.fixture
 def own_s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server of the test's own, which may end it."""
+    """An S3 server that the test can stop."""
     if why := missing_rclone():
         pytest.skip(why)
     with S3Server(tmp_path_factory.mktemp("own-s3")) as server:

@@ -25,12 +25,12 @@ from distflow.storage.transfers import TransferResult, delete, download, find, f
 from distflow.testing.s3 import S3Server
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 
-quickly = partial(Retries, pauses_s=(0.0, 0.0))
+fast_retries = partial(Retries, pauses_s=(0.0, 0.0))
 
 
 @pytest.fixture(params=["file", "s3", "sftp"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StorageUrl, Path]:
-    """A URL where nothing is, and the folder that shows what is there."""
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StorageUrl, Path]:
+    """An empty URL, and the folder with its data."""
     if request.param == "file":
         return parse_url(f"file://{tmp_path}/store/top"), tmp_path / "store" / "top"
     if request.param == "sftp":
@@ -56,14 +56,14 @@ def make(top: Path, **files: bytes) -> Path:
 # -- the contract of stores -------------------------------------------------------------------------------------------
 
 
-def test_written_objects_are_found_and_read(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, _ = place
+def test_written_objects_are_found_and_read(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, _ = location
     store = open_store(url)
     source = make(tmp_path / "src", a=b"0123456789") / "a"
-    sent: list[int] = []
-    store.write(url.below("x/ü b#?.bin").key, source, sent.append)
-    store.write(url.below("x.y").key, source, sent.append)
-    assert sum(sent) == 20
+    progress: list[int] = []
+    store.write(url.below("x/ü b#?.bin").key, source, progress.append)
+    store.write(url.below("x.y").key, source, progress.append)
+    assert sum(progress) == 20
     found = store.find(url.key)
     assert sorted(entry.key for entry in found) == [url.below("x.y").key, url.below("x/ü b#?.bin").key]
     entry = next(one for one in found if one.key.endswith("bin"))
@@ -76,8 +76,8 @@ def test_written_objects_are_found_and_read(place: tuple[StorageUrl, Path], tmp_
     assert [one.key for one in store.find(entry.key)] == [entry.key]
 
 
-def test_an_empty_url_is_no_error_and_a_missing_object_is(place: tuple[StorageUrl, Path]) -> None:
-    url, _ = place
+def test_an_empty_url_has_no_objects_and_a_missing_object_is_an_error(location: tuple[StorageUrl, Path]) -> None:
+    url, _ = location
     store = open_store(url)
     store.check_writable(url.key)
     assert list(store.find(url.key)) == []
@@ -88,16 +88,16 @@ def test_an_empty_url_is_no_error_and_a_missing_object_is(place: tuple[StorageUr
         find(store, url)
 
 
-def test_a_file_in_place_of_a_directory_is_named(place: tuple[StorageUrl, Path]) -> None:
-    url, folder = place
+def test_a_file_in_place_of_a_directory_is_reported(location: tuple[StorageUrl, Path]) -> None:
+    url, folder = location
     if url.scheme in ("file", "sftp"):
         make(folder, taken=b"1")
         with pytest.raises(StorageError, match=r"/taken is not a directory"):
             open_store(url).check_writable(url.below("taken/new").key)
 
 
-def test_errors_of_the_callbacks_are_raised(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_errors_of_the_callbacks_are_raised(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     store = open_store(url)
     source = make(tmp_path / "src", a=b"1") / "a"
 
@@ -115,15 +115,15 @@ def test_errors_of_the_callbacks_are_raised(place: tuple[StorageUrl, Path], tmp_
 # -- transfers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_goes_there_and_back(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_a_folder_is_uploaded_and_downloaded(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     source = make(tmp_path / "src", a=b"A", sub__deep__b=b"B" * 100_000, empty=b"")
     store = open_store(url)
-    told: list[tuple[int, int]] = []
-    moved = upload(store, url, find_sources([source]), on_progress=lambda done, total: told.append((done, total)))
+    progress: list[tuple[int, int]] = []
+    moved = upload(store, url, find_sources([source]), on_progress=lambda done, total: progress.append((done, total)))
     assert moved == TransferResult(files=3, size=100_001)
-    assert told[0] == (0, 100_001)
-    assert told[-1] == (100_001, 100_001)
+    assert progress[0] == (0, 100_001)
+    assert progress[-1] == (100_001, 100_001)
     assert tree(folder) == {f"src/{name}": content for name, content in tree(source).items()}
     assert download(store, url.below("src"), tmp_path / "got") == TransferResult(files=3, size=100_001)
     assert tree(tmp_path / "got") == tree(source)
@@ -131,8 +131,8 @@ def test_a_folder_goes_there_and_back(place: tuple[StorageUrl, Path], tmp_path: 
     assert list(tree(tmp_path / "one")) == ["b"]
 
 
-def test_contents_and_regexes(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_regexes_select_the_files_to_upload_download_and_delete(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     source = make(tmp_path / "src", a=b"A", b=b"B", c__a=b"CA")
     store = open_store(url)
     upload(store, url, find_sources([source], "[ab]", contents=True))
@@ -145,7 +145,7 @@ def test_contents_and_regexes(place: tuple[StorageUrl, Path], tmp_path: Path) ->
     assert sorted(tree(folder)) == ["a", "b"]
 
 
-def test_existing_files_are_not_sent_or_fetched_again(s3: S3Server, tmp_path: Path) -> None:
+def test_existing_files_are_not_transferred_again(s3: S3Server, tmp_path: Path) -> None:
     bucket = s3.bucket("again")
     source = make(tmp_path / "src", a=b"A", b=b"B")
     url = parse_url("s3://again/top")
@@ -165,7 +165,7 @@ def test_existing_files_are_not_sent_or_fetched_again(s3: S3Server, tmp_path: Pa
 @pytest.mark.parametrize(
     ("given", "names"), [("..", ["top/a", "top/in/b"]), ("../in/..", ["top/a", "top/in/b"]), (".", ["in/b"])]
 )
-def test_nothing_is_written_next_to_the_url_for_the_parent_directory(
+def test_an_upload_of_the_parent_directory_writes_only_below_the_url(
     given: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "top" / "in").mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_nothing_is_written_next_to_the_url_for_the_parent_directory(
     assert sorted(tree(tmp_path / "goal")) == [f"run/{name}" for name in names]
 
 
-def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> None:
+def test_links_in_the_source_are_followed_and_loops_are_refused(tmp_path: Path) -> None:
     source = make(tmp_path / "src", a=b"A")
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "b").write_bytes(b"B")
@@ -193,8 +193,8 @@ def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> N
         find_sources([tmp_path / "else" / "b", make(tmp_path / "more", b=b"") / "b"])
 
 
-def test_a_file_has_the_time_that_its_store_has(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_a_downloaded_file_has_the_modification_time_of_its_store(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     make(folder, x=b"X")
     os.utime(folder / "x", (1_600_000_000, 1_600_000_000))
     store = open_store(url)
@@ -202,19 +202,19 @@ def test_a_file_has_the_time_that_its_store_has(place: tuple[StorageUrl, Path], 
     assert (tmp_path / "got" / "x").stat().st_mtime == store.stat(url.below("x").key).modified
 
 
-def test_a_file_that_becomes_a_link_is_not_sent(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_a_file_that_becomes_a_link_is_not_uploaded(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     found = find_sources([make(tmp_path / "src", x=b"X")], contents=True)
     (tmp_path / "secret").write_bytes(b"S")
     (tmp_path / "src" / "x").unlink()
     (tmp_path / "src" / "x").symlink_to(tmp_path / "secret")
     with pytest.raises(StorageError, match="is no longer a regular file"):
-        upload(open_store(url), url, found, retries=quickly())
+        upload(open_store(url), url, found, retries=fast_retries())
     assert not folder.exists() or tree(folder) == {}
 
 
-def test_a_link_in_the_target_does_not_lead_out_of_it(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_a_download_does_not_follow_links_out_of_its_target(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     make(folder, link__a=b"A", b=b"B")
     (tmp_path / "else").mkdir()
     target = tmp_path / "got"
@@ -231,9 +231,9 @@ def test_a_link_in_the_target_does_not_lead_out_of_it(place: tuple[StorageUrl, P
     assert tree(target) == {"b": b"B", "link/a": b"A"}
 
 
-@pytest.mark.parametrize("place", ["file", "sftp"], indirect=True)
-def test_delete_removes_links_and_never_their_targets(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+@pytest.mark.parametrize("location", ["file", "sftp"], indirect=True)
+def test_delete_removes_links_but_not_their_targets(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     precious = make(tmp_path / "precious", a=b"A", in__b=b"B")
     make(folder, x=b"X", sub__y=b"Y")
     for name, target in (("dataset", "../../precious"), ("sub/file", "../../../precious/a"), ("broken", "nothing")):
@@ -248,9 +248,9 @@ def test_delete_removes_links_and_never_their_targets(place: tuple[StorageUrl, P
     assert (tree(precious), list(folder.glob("link"))) == ({"a": b"A", "in/b": b"B"}, [])
 
 
-@pytest.mark.parametrize("place", ["file", "sftp"], indirect=True)
-def test_a_directory_that_becomes_a_link_before_it_is_deleted(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+@pytest.mark.parametrize("location", ["file", "sftp"], indirect=True)
+def test_a_directory_that_becomes_a_link_is_not_deleted(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     precious = make(tmp_path / "precious", y=b"mine")
     make(folder, sub__y=b"Y")
     store = open_store(url)
@@ -262,13 +262,13 @@ def test_a_directory_that_becomes_a_link_before_it_is_deleted(place: tuple[Stora
     assert tree(precious) == {"y": b"mine"}
 
 
-def test_a_disk_that_is_full(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
-    url, folder = place
+def test_a_full_disk_is_reported_and_keeps_no_partial_file(location: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = location
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True, check=False)
     if mounted.returncode:
-        pytest.skip("no small file system can be mounted here")
+        pytest.skip("this user cannot mount a file system")
     try:
         make(folder, a=b"A", big=os.urandom(3 << 20))
         with pytest.raises(StorageError, match=r"(?s)(a|big): No space left on device.*free space there"):
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full(place: tuple[StorageUrl, Path], tmp_path: Path) -> 
         subprocess.run(["umount", small], check=True)
 
 
-# -- what goes wrong at S3 --------------------------------------------------------------------------------------------
+# -- errors of S3 -----------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_secret_is_refused_and_not_shown(s3: S3Server, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_wrong_secret_is_refused_and_not_shown(s3: S3Server, tmp_path: Path) -
     check_access(open_store(url, lambda _: right), url, Access.WRITE)
 
 
-def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     url = parse_url("s3://mine/x")
@@ -306,7 +306,7 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
         find(open_store(url), url)
 
 
-def test_a_bucket_that_is_not_there(s3: S3Server, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_reported(s3: S3Server, tmp_path: Path) -> None:
     url = parse_url("s3://no-such-bucket/x")
     store = open_store(url)
     source = find_sources([make(tmp_path / "src", a=b"A") / "a"])
@@ -318,15 +318,15 @@ def test_a_bucket_that_is_not_there(s3: S3Server, tmp_path: Path) -> None:
             act()
 
 
-def test_a_server_that_is_gone(own_s3: S3Server) -> None:
+def test_a_stopped_server_is_reported_as_unreachable(own_s3: S3Server) -> None:
     own_s3.stop()
     url = parse_url("s3://b/x")
     with pytest.raises(StorageUnreachable, match=r"Could not connect.*tried 3 times"):
-        find(open_store(url), url, retries=quickly())
+        find(open_store(url), url, retries=fast_retries())
 
 
-class Reviving(threading.Event):
-    """Starts the server again in the pause before the next try."""
+class RestartInPause(threading.Event):
+    """Starts the server again in the pause before the next attempt."""
 
     def __init__(self, server: S3Server | Sshd) -> None:
         super().__init__()
@@ -339,8 +339,8 @@ class Reviving(threading.Event):
         return False
 
 
-class Watched:
-    """Notes where reading begins."""
+class RecordingStore:
+    """Records the position at which each read begins."""
 
     def __init__(self, store: DataStore) -> None:
         self.store = store
@@ -355,66 +355,66 @@ class Watched:
 
 
 def once(act: Callable[[], None]) -> Callable[[int, int], None]:
-    """Do something when the first bytes have moved."""
+    """Return a progress callback that calls ``act`` after the first bytes."""
     done: list[bool] = []
 
-    def told(moved: int, _: int) -> None:
+    def on_progress(moved: int, _: int) -> None:
         if moved and not done:
             done.append(True)
             act()
 
-    return told
+    return on_progress
 
 
-def test_a_download_that_was_cut_is_resumed(own_s3: S3Server, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(own_s3: S3Server, tmp_path: Path) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
     make(own_s3.bucket("b"), big=content)
     url = parse_url("s3://b/big")
-    store = Watched(open_store(url))
-    reviving = Reviving(own_s3)
-    retries = Retries(reviving)
+    store = RecordingStore(open_store(url))
+    restart = RestartInPause(own_s3)
+    retries = Retries(restart)
     moved = download(store, url, tmp_path / "got", retries=retries, on_progress=once(own_s3.stop))  # type: ignore[arg-type]
-    assert (moved.files, reviving.pauses, store.starts) == (1, 1, [0, PART_BYTES])
+    assert (moved.files, restart.pauses, store.starts) == (1, 1, [0, PART_BYTES])
     assert tree(tmp_path / "got") == {"big": content}
 
 
-def test_a_download_continues_an_earlier_one(own_s3: S3Server, tmp_path: Path) -> None:
+def test_a_download_continues_an_earlier_one_of_the_same_content(own_s3: S3Server, tmp_path: Path) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
     make(own_s3.bucket("b"), big=content)
     url = parse_url("s3://b/big")
     with pytest.raises(StorageUnreachable):
-        download(open_store(url), url, tmp_path / "got", retries=quickly(), on_progress=once(own_s3.stop))
+        download(open_store(url), url, tmp_path / "got", retries=fast_retries(), on_progress=once(own_s3.stop))
     assert "big" not in tree(tmp_path / "got")
     own_s3.start()
-    store = Watched(open_store(url))
+    store = RecordingStore(open_store(url))
     download(store, url, tmp_path / "got")  # type: ignore[arg-type]
     assert store.starts == [PART_BYTES]
     assert tree(tmp_path / "got") == {"big": content}
-    # Of another content under the same key, nothing that is here is taken.
+    # If the content of the key has changed, the partial file is not used.
     with pytest.raises(StorageUnreachable):
-        download(open_store(url), url, tmp_path / "more", retries=quickly(), on_progress=once(own_s3.stop))
+        download(open_store(url), url, tmp_path / "more", retries=fast_retries(), on_progress=once(own_s3.stop))
     make(own_s3.bucket("b"), big=content[::-1])
     own_s3.start()
-    store = Watched(open_store(url))
+    store = RecordingStore(open_store(url))
     download(store, url, tmp_path / "more")  # type: ignore[arg-type]
     assert store.starts == [0]
     assert (tmp_path / "more" / "big").read_bytes() == content[::-1]
 
 
-def test_an_upload_that_was_cut_is_begun_again(own_s3: S3Server, tmp_path: Path) -> None:
+def test_an_interrupted_upload_starts_again(own_s3: S3Server, tmp_path: Path) -> None:
     content = os.urandom(5 * PART_BYTES + 5)
     bucket = own_s3.bucket("b")
     url = parse_url("s3://b/top")
-    reviving = Reviving(own_s3)
+    restart = RestartInPause(own_s3)
     source = find_sources([make(tmp_path / "src", big=content)], contents=True)
-    moved = upload(open_store(url), url, source, retries=Retries(reviving), on_progress=once(own_s3.stop))
-    assert (moved.files, reviving.pauses) == (1, 1)
-    # The server, which was killed, left a file of its own there.
+    moved = upload(open_store(url), url, source, retries=Retries(restart), on_progress=once(own_s3.stop))
+    assert (moved.files, restart.pauses) == (1, 1)
+    # The killed server has left a temporary file.
     assert {name: data for name, data in tree(bucket).items() if ".rclone" not in name} == {"top/big": content}
 
 
-class Damaging(Watched):
-    """Changes a byte of what is read, the first time."""
+class DamagingStore(RecordingStore):
+    """Changes a byte in the first read."""
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
         first = not self.starts
@@ -424,15 +424,15 @@ class Damaging(Watched):
 def test_a_damaged_download_is_fetched_again(s3: S3Server, tmp_path: Path) -> None:
     make(s3.bucket("damage"), a=b"0123")
     url = parse_url("s3://damage/a")
-    store = Damaging(open_store(url))
-    download(store, url, tmp_path / "got", retries=quickly())  # type: ignore[arg-type]
+    store = DamagingStore(open_store(url))
+    download(store, url, tmp_path / "got", retries=fast_retries())  # type: ignore[arg-type]
     assert (store.starts, tree(tmp_path / "got")) == ([0, 0], {"a": b"0123"})
 
 
 def test_a_download_can_be_canceled(s3: S3Server, tmp_path: Path) -> None:
     make(s3.bucket("halt"), a=b"0" * 100, b=b"0" * 100)
     url = parse_url("s3://halt")
-    retries = quickly()
+    retries = fast_retries()
     with pytest.raises(TransferCanceled):
         download(open_store(url), url, tmp_path / "got", retries=retries, at_once=1, on_progress=once(retries.canceled.set))
 
@@ -443,11 +443,11 @@ def test_secrets_of_the_environment_are_masked_too(s3: S3Server, monkeypatch: py
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://wrong-4711.invalid")
     url = parse_url("s3://b/x")
     with pytest.raises(StorageUnreachable) as caught:
-        find(open_store(url), url, retries=quickly())
+        find(open_store(url), url, retries=fast_retries())
     assert "********.invalid" in str(caught.value)
 
 
-def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -455,7 +455,7 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
         open_store(parse_url("s3://b/x"))
 
 
-# -- what goes wrong at sftp ------------------------------------------------------------------------------------------
+# -- errors of sftp ---------------------------------------------------------------------------------------------------
 
 
 def test_a_host_whose_key_is_not_known_is_refused(sshd: Sshd, tmp_path: Path) -> None:
@@ -465,20 +465,20 @@ def test_a_host_whose_key_is_not_known_is_refused(sshd: Sshd, tmp_path: Path) ->
     (home / ".ssh" / "config").write_text(sshd.client_stanza(UserKnownHostsFile=str(known)))
     url = parse_url(f"sftp://store{tmp_path}")
     with pytest.raises(StorageRefused, match=r"sftp://store/.*host key") as caught:
-        find(open_store(url), url, retries=quickly())
+        find(open_store(url), url, retries=fast_retries())
     assert caught.value.hint
     assert known.read_text() == ""
 
 
-def test_a_key_that_the_host_does_not_take_is_refused(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_login_that_the_host_does_not_accept_is_refused(sshd: Sshd, tmp_path: Path) -> None:
     other = make_key(tmp_path / "other")
     (Path(os.environ["HOME"]) / ".ssh" / "config").write_text(sshd.client_stanza(IdentityFile=str(other)))
     url = parse_url(f"sftp://store{tmp_path}")
     with pytest.raises(StorageRefused, match="sftp://store/"):
-        find(open_store(url), url, retries=quickly())
+        find(open_store(url), url, retries=fast_retries())
 
 
-def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
+def test_a_download_continues_on_a_new_connection(tmp_path: Path) -> None:
     if why := missing_sshd():
         pytest.skip(why)
     content = os.urandom(20 << 20)
@@ -488,11 +488,11 @@ def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
         folder.mkdir(mode=0o700)
         (folder / "config").write_text(server.client_stanza())
         url = parse_url(f"sftp://store{tmp_path}/top")
-        store = Watched(open_store(url))
-        reviving = Reviving(server)
-        download(store, url, tmp_path / "got", retries=Retries(reviving), on_progress=once(server.stop))  # type: ignore[arg-type]
+        store = RecordingStore(open_store(url))
+        restart = RestartInPause(server)
+        download(store, url, tmp_path / "got", retries=Retries(restart), on_progress=once(server.stop))  # type: ignore[arg-type]
         assert tree(tmp_path / "got") == {"big": content}
-        assert (len(store.starts), store.starts[0], store.starts[1] > 0, reviving.pauses) == (2, 0, True, 1)
+        assert (len(store.starts), store.starts[0], store.starts[1] > 0, restart.pauses) == (2, 0, True, 1)
         store.store.close()
 
 
@@ -511,16 +511,16 @@ def test_many_files_share_one_connection(sshd: Sshd, tmp_path: Path) -> None:
     store.close()
 
 
-# -- servers of the test's own ----------------------------------------------------------------------------------------
+# -- servers with prepared answers ------------------------------------------------------------------------------------
 
 
-class Answering(ThreadingHTTPServer):
+class PreparedServer(ThreadingHTTPServer):
     """Answers GET and HEAD with the result of ``answer`` (status, headers, body), and PUT with 403. Records requests."""
 
     def __init__(self, answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.server.asked.append((self.path, self.headers.get("Range")))  # type: ignore[attr-defined]
+                self.server.requests.append((self.path, self.headers.get("Range")))  # type: ignore[attr-defined]
                 status, headers, body = answer(self.path, dict(self.headers))
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -532,23 +532,23 @@ class Answering(ThreadingHTTPServer):
             do_HEAD = do_GET  # noqa: N815
 
             def do_PUT(self) -> None:
-                self.server.asked.append((self.path, self.headers.get("Expect")))  # type: ignore[attr-defined]
+                self.server.requests.append((self.path, self.headers.get("Expect")))  # type: ignore[attr-defined]
                 self.send_error(403)
 
             def log_message(self, *_: object) -> None:
                 pass
 
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[..., Answering]]:
-    made: list[tuple[Answering, threading.Thread]] = []
+def make_web_server() -> Iterator[Callable[..., PreparedServer]]:
+    made: list[tuple[PreparedServer, threading.Thread]] = []
 
-    def make(answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]) -> Answering:
-        server = Answering(answer)
+    def make(answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]) -> PreparedServer:
+        server = PreparedServer(answer)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         made.append((server, thread))
@@ -566,18 +566,20 @@ LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.c
 <Contents><Key>{key}</Key><Size>1</Size><ETag>"x"</ETag></Contents></ListBucketResult>"""
 
 
-def test_an_upload_does_not_wait_for_permission_to_send(answering: Callable[..., Answering], tmp_path: Path) -> None:
-    server = answering(lambda _path, _headers: (404, {}, b""))
+def test_an_upload_does_not_wait_for_100_continue(make_web_server: Callable[..., PreparedServer], tmp_path: Path) -> None:
+    server = make_web_server(lambda _path, _headers: (404, {}, b""))
     keys = Credentials(access_key_id="id", access_key=Secret("k"), override_url=server.url, addressing_style="path")
     (tmp_path / "x").write_bytes(b"1")
     with pytest.raises(StorageRefused):
         open_store(parse_url("s3://b/top"), lambda _: keys).write("top/x", tmp_path / "x", lambda _: None)
-    assert server.asked == [("/b/top/x", None)]
+    assert server.requests == [("/b/top/x", None)]
 
 
 @pytest.mark.parametrize("key", ["top/../../evil", "top//tmp/evil", "top/a/../../evil"])
-def test_a_hostile_key_writes_nothing_anywhere(key: str, answering: Callable[..., Answering], tmp_path: Path) -> None:
-    server = answering(lambda path, _: (200, {}, LISTING.format(key=key).encode()) if "list-type" in path else (404, {}, b""))
+def test_a_key_outside_the_url_writes_no_file(key: str, make_web_server: Callable[..., PreparedServer], tmp_path: Path) -> None:
+    server = make_web_server(
+        lambda path, _: (200, {}, LISTING.format(key=key).encode()) if "list-type" in path else (404, {}, b"")
+    )
     keys = Credentials(access_key_id="id", access_key=Secret("k"), override_url=server.url, addressing_style="path")
     url = parse_url("s3://b/top")
     with pytest.raises(StorageError, match="cannot be stored as a file"):
@@ -586,7 +588,7 @@ def test_a_hostile_key_writes_nothing_anywhere(key: str, answering: Callable[...
 
 
 def web(content: bytes, *, ranges: bool = True, short: Sequence[int] = ()) -> Callable[..., tuple[int, dict[str, str], bytes]]:
-    """Serve one file; ``short``: how many bytes of the first answers."""
+    """Return an answer function for one file. ``short``: the numbers of bytes that the first answers send."""
     cuts = list(short)
 
     def answer(path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
@@ -602,47 +604,49 @@ def web(content: bytes, *, ranges: bool = True, short: Sequence[int] = ()) -> Ca
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_download_from_a_web_server_is_resumed_after_a_break(
-    ranges: bool, answering: Callable[..., Answering], tmp_path: Path
+    ranges: bool, make_web_server: Callable[..., PreparedServer], tmp_path: Path
 ) -> None:
     content = os.urandom(10_000)
     # The first answer is for the size, and its body is not read.
-    server = answering(web(content, ranges=ranges, short=[10_000, 6_000]))
+    server = make_web_server(web(content, ranges=ranges, short=[10_000, 6_000]))
     url = parse_url(f"{server.url}/data/a b.bin?sig=s3cret")
-    assert download(open_store(url), url, tmp_path, retries=quickly()) == TransferResult(files=1, size=10_000)
+    assert download(open_store(url), url, tmp_path, retries=fast_retries()) == TransferResult(files=1, size=10_000)
     assert tree(tmp_path) == {"a b.bin": content}
-    # The last one is to see that it is the same file still.
-    assert [asked for _, asked in server.asked] == [None, None, "bytes=6000-", None]
+    # The last request checks that the file has not changed.
+    assert [value for _, value in server.requests] == [None, None, "bytes=6000-", None]
 
 
-@pytest.mark.parametrize("blank", [" ", "é", "\u2028"])
-def test_a_signed_url_is_escaped_and_never_shown(blank: str, answering: Callable[..., Answering], tmp_path: Path) -> None:
-    server = answering(lambda *_: (403, {}, b""))
-    url = parse_url(f"{server.url}/a?sig=s3cret{blank}%20+/=&x")
+@pytest.mark.parametrize("character", [" ", "é", "\u2028"])
+def test_a_signed_url_is_escaped_and_never_shown(
+    character: str, make_web_server: Callable[..., PreparedServer], tmp_path: Path
+) -> None:
+    server = make_web_server(lambda *_: (403, {}, b""))
+    url = parse_url(f"{server.url}/a?sig=s3cret{character}%20+/=&x")
     with pytest.raises(StorageRefused) as caught:
-        download(open_store(url), url, tmp_path, retries=quickly())
+        download(open_store(url), url, tmp_path, retries=fast_retries())
     assert "s3cret" not in str(caught.value)
-    assert server.asked[0][0] == f"/a?sig=s3cret{quote(blank)}%20+/=&x"
+    assert server.requests[0][0] == f"/a?sig=s3cret{quote(character)}%20+/=&x"
 
 
 @pytest.mark.parametrize("size", ["many", "-5", "9" * 5000, "5, 5"])
-def test_a_web_server_that_reports_no_size_is_refused(answering: Callable[..., Answering], size: str) -> None:
-    server = answering(lambda *_: (200, {"Content-Length": size}, b"hello"))
+def test_a_web_server_that_reports_no_size_is_refused(make_web_server: Callable[..., PreparedServer], size: str) -> None:
+    server = make_web_server(lambda *_: (200, {"Content-Length": size}, b"hello"))
     url = parse_url(f"{server.url}/a")
     with pytest.raises(StorageError, match="does not report the uncompressed size"):
         open_store(url).find(url.key)
 
 
-def test_refusals_of_web_servers(answering: Callable[..., Answering], tmp_path: Path) -> None:
+def test_errors_of_web_servers_are_distinguished(make_web_server: Callable[..., PreparedServer], tmp_path: Path) -> None:
     codes = {"/a": 403, "/b": 404, "/c": 503, "/d": 400}
-    server = answering(lambda path, _: (codes[path.partition("?")[0]], {}, b""))
+    server = make_web_server(lambda path, _: (codes[path.partition("?")[0]], {}, b""))
     kinds = {"a": StorageRefused, "b": StorageMissing, "c": StorageUnreachable, "d": StorageError}
     for name, kind in kinds.items():
         url = parse_url(f"{server.url}/{name}?sig=s3cret")
         with pytest.raises(StorageError) as caught:
-            download(open_store(url), url, tmp_path, retries=quickly())
+            download(open_store(url), url, tmp_path, retries=fast_retries())
         assert type(caught.value) is kind
         assert "s3cret" not in str(caught.value)
-    assert len([path for path, _ in server.asked if path.startswith("/c")]) == 3
+    assert len([path for path, _ in server.requests if path.startswith("/c")]) == 3
     url = parse_url(f"{server.url}/a")
     with pytest.raises(InputError, match="can only be read"):
         check_access(open_store(url), url, Access.WRITE)

@@ -1,7 +1,6 @@
-"""``workflow_specs/train_dist.py`` as people run it: real processes that talk gloo on 127.0.0.1, and really die.
+"""``workflow_specs/train_dist.py`` as users run it: real processes with gloo on 127.0.0.1, some of which are killed.
 
-Nothing here sleeps for luck: a test waits for what the processes print or for their end, with a deadline. A world of
-two takes some seconds on two slow cores, most of which is importing torch.
+Each test waits for output of the processes or for their end, with a deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).parents[3] / "workflow_specs" / "train_dist.py"
 TORCHRUN = ("-m", "torch.distributed.run")
 DEADLINE_S = 240.0
-"""For one run, on a machine that is busy with other things."""
+"""The limit for one run on a busy machine."""
 FOREVER = "100000"
 """Epochs of a run that a test ends."""
 PARENT_HELPER_AND_TWO_RANKS = 4
@@ -38,7 +37,7 @@ PARENT_HELPER_AND_TWO_RANKS = 4
 
 
 class Run:
-    """One started command; what it prints goes to files, so that it never waits for a reader."""
+    """One started command. Its output goes to files, so that it never waits for a reader."""
 
     process: subprocess.Popen[bytes] | Preloaded
 
@@ -46,24 +45,24 @@ class Run:
         self, launcher: list[str], flags: tuple[str, ...], folder: Path, environment: dict[str, str],
         temporary: pytest.TempPathFactory,
     ) -> None:  # fmt: skip
-        """Start the command in ``folder`` with no more of this process's environment than it needs."""
+        """Start the command in ``folder`` with only the necessary part of this process's environment."""
         self.folder = folder
         self.output = folder / "output"
         self.error_file = folder / "error.json"
         folder.mkdir()
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
         arguments = [str(SCRIPT), "--output", str(self.output), *flags]
-        known = {**inherited, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
+        variables = {**inherited, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
             if sys.executable not in launcher:
                 with open(os.devnull) as stdin:
                     files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-                    self.process = start_preloaded(temporary.getbasetemp(), [*launcher, *arguments], folder, known, *files)
+                    self.process = start_preloaded(temporary.getbasetemp(), [*launcher, *arguments], folder, variables, *files)
                 return
             self.process = subprocess.Popen(
                 [*launcher, *arguments],
                 cwd=folder,
-                env=known,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -78,7 +77,7 @@ class Run:
 
     @property
     def stderr(self) -> str:
-        """What went to standard error so far."""
+        """The standard error so far."""
         return (self.folder / "stderr").read_text()
 
     @property
@@ -88,7 +87,7 @@ class Run:
 
     @property
     def epochs(self) -> list[int]:
-        """The epochs that are done."""
+        """The completed epochs."""
         return [record["epoch"] for record in self.records if "loss" in record]
 
     @property
@@ -103,13 +102,13 @@ class Run:
         return self.process.wait(DEADLINE_S)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until the condition holds, and fail if the command ends before."""
-        assert holds_in_time(lambda: condition() or self.process.poll() is not None), self.stderr
+        """Wait until the condition is true. Fail if the command ends before."""
+        assert is_true_in_time(lambda: condition() or self.process.poll() is not None), self.stderr
         assert condition(), self.stderr
 
 
 class Start(Protocol):
-    """Starts the script with these flags, or a launcher of it; more environment variables by name.
+    """Starts the script with these flags, directly or by a launcher. ``environment`` adds variables.
 
     The process has already imported torch, unless the launcher is ``sys.executable``.
     """
@@ -120,7 +119,7 @@ class Start(Protocol):
 
 @pytest.fixture
 def start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start commands on one free port, and leave none of their processes behind."""
+    """Start commands on one free port, and end all their processes afterwards."""
     runs: list[Run] = []
     port = str(free_port(""))
 
@@ -140,8 +139,8 @@ def start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         run.process.wait(DEADLINE_S)
 
 
-def holds_in_time(condition: Callable[[], object]) -> bool:
-    """Say whether the condition came true before the deadline."""
+def is_true_in_time(condition: Callable[[], object]) -> bool:
+    """Return whether the condition became true before the deadline."""
     deadline = time.monotonic() + DEADLINE_S
     pause = threading.Event()
     while not condition():
@@ -164,13 +163,13 @@ def session_members(session: int) -> list[int]:
     return members
 
 
-def assert_nothing_is_left(run: Run) -> None:
-    """Check that no process of an ended run lives on; multiprocessing's own helper takes a moment to notice the end."""
-    assert holds_in_time(lambda: not session_members(run.process.pid))
+def assert_no_process_remains(run: Run) -> None:
+    """Check that no process of an ended run remains. The helper process of multiprocessing ends a moment later."""
+    assert is_true_in_time(lambda: not session_members(run.process.pid))
 
 
 def assert_trained(run: Run, *, epochs: int, world_size: int) -> None:
-    """Check the lines that rank 0 prints, and the model that it leaves."""
+    """Check the lines that rank 0 prints, and the model that it writes."""
     assert run.epochs == list(range(1, epochs + 1))
     final = run.records[-1]
     assert (final["event"], final["epoch"], final["world_size"]) == ("finished", epochs, world_size)
@@ -179,7 +178,7 @@ def assert_trained(run: Run, *, epochs: int, world_size: int) -> None:
 
 
 def test_two_invocations_form_one_world(start: Start) -> None:
-    """The tutorial's form: one command per machine, the worker's ranks begin at its offset."""
+    """As in the tutorial, each machine has one command, and the ranks of the worker begin at its offset."""
     options = ("--size", "1", "--world_size", "2", "--epochs", "8")
     worker = start("--offset", "1", *options)
     master = start("--offset", "0", *options)
@@ -187,13 +186,13 @@ def test_two_invocations_form_one_world(start: Start) -> None:
     assert (master.wait(), worker.wait()) == (0, 0)
     assert (list(master.pids), list(worker.pids)) == ([0], [1])
     assert_trained(master, epochs=8, world_size=2)
-    assert len(worker.records) == 1, "metrics come from rank 0 only"
-    assert not worker.output.exists(), "there is one model"
-    assert (master.stderr, worker.stderr) == ("", ""), "nothing warns"
+    assert len(worker.records) == 1, "only rank 0 prints metrics"
+    assert not worker.output.exists(), "only rank 0 writes the model"
+    assert (master.stderr, worker.stderr) == ("", ""), "there are no warnings"
 
 
 def test_one_invocation_starts_size_processes(start: Start) -> None:
-    """A machine with several ranks has one process for each; without flags, distflow's variables say which."""
+    """A machine with several ranks has a process for each. Without flags, variables of distflow define the ranks."""
     run = start("--epochs", "8", DISTFLOW_RANK_OFFSET="0", DISTFLOW_RANK_SIZE="2", DISTFLOW_WORLD_SIZE="2")
 
     assert run.wait() == 0, run.stderr
@@ -205,7 +204,7 @@ def test_one_invocation_starts_size_processes(start: Start) -> None:
 
 
 def test_torchrun_starts_the_same_script(start: Start) -> None:
-    """Under torchrun each process is one rank already, and starts no others."""
+    """Under torchrun, each process is a rank, and does not start other ranks."""
     run = start("--epochs", "8", launcher=(*TORCHRUN, "--nnodes", "1", "--nproc_per_node", "2"))
 
     assert run.wait() == 0, run.stderr
@@ -214,14 +213,14 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
 
 
 def test_a_killed_rank_is_named_and_its_siblings_stop(start: Start) -> None:
-    """The rank that a signal took is to blame, not the one that then lost its connection."""
+    """The error names the killed rank, not the rank that then lost its connection."""
     run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER)
     run.wait_until(lambda: run.epochs)
     os.kill(run.pids[1], signal.SIGKILL)
 
     assert run.wait() == 1
     assert not {*run.pids.values()} & {*session_members(run.process.pid)}, "the siblings ended before their parent"
-    assert_nothing_is_left(run)
+    assert_no_process_remains(run)
     assert "rank 1 was killed by SIGKILL" in run.stderr
     assert (run.error["rank"], run.error["signal"]) == (1, "SIGKILL")
     assert run.error["pid"] == run.pids[1]
@@ -230,14 +229,14 @@ def test_a_killed_rank_is_named_and_its_siblings_stop(start: Start) -> None:
 
 
 def test_an_exception_in_a_rank_is_reported_with_its_traceback(start: Start, tmp_path: Path) -> None:
-    """The output cannot be written: rank 0's own error comes out, in torch's format, not what its peer then sees."""
+    """Rank 0 cannot write its output. The error file has this error in torch's format, not the later error of rank 1."""
     blocked = tmp_path / "file" / "output"
     blocked.parent.touch()
     run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, "--output", str(blocked))
 
     assert run.wait() == 1
     assert not {*run.pids.values()} & {*session_members(run.process.pid)}, "the siblings ended before their parent"
-    assert_nothing_is_left(run)
+    assert_no_process_remains(run)
     assert "rank 0 failed:" in run.stderr
     assert "NotADirectoryError" in run.stderr
     assert run.error["rank"] == 0
@@ -248,17 +247,17 @@ def test_an_exception_in_a_rank_is_reported_with_its_traceback(start: Start, tmp
 
 
 def test_ranks_end_with_the_process_that_started_them(start: Start) -> None:
-    """SIGKILL of the parent leaves no rank behind, not even one that is still importing torch."""
+    """No rank remains after SIGKILL of the parent, not even a rank that is still importing torch."""
     run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, launcher=(sys.executable,))
     run.wait_until(lambda: len(session_members(run.process.pid)) >= PARENT_HELPER_AND_TWO_RANKS)
     run.process.kill()
 
     assert run.wait() == -signal.SIGKILL
-    assert_nothing_is_left(run)
+    assert_no_process_remains(run)
 
 
-def test_a_stopped_world_leaves_a_checkpoint_that_another_resumes(start: Start, tmp_path: Path) -> None:
-    """SIGTERM on one machine stops all after the same step; rank 0 has the file; the epoch cut short is repeated."""
+def test_a_stopped_run_writes_a_checkpoint_that_the_next_run_resumes(start: Start, tmp_path: Path) -> None:
+    """SIGTERM on one machine stops all ranks after the same step. Only rank 0 writes, and the unfinished epoch is repeated."""
     here, elsewhere = tmp_path / "here" / "checkpoint.pt", tmp_path / "elsewhere" / "checkpoint.pt"
 
     def start_both(epochs: str) -> tuple[Run, Run]:
@@ -269,7 +268,7 @@ def test_a_stopped_world_leaves_a_checkpoint_that_another_resumes(start: Start, 
     master.wait_until(lambda: master.epochs)
     worker.process.terminate()
     assert (master.wait(), worker.wait()) == (128 + signal.SIGTERM, 128 + signal.SIGTERM)
-    assert not master.error_file.exists(), "to be stopped is no failure"
+    assert not master.error_file.exists(), "a requested stop is not a failure"
     assert not worker.error_file.exists()
     done = master.epochs[-1]
 
@@ -280,37 +279,37 @@ def test_a_stopped_world_leaves_a_checkpoint_that_another_resumes(start: Start, 
 
 
 def test_ranks_that_wait_for_a_peer_can_be_stopped(start: Start) -> None:
-    """They are deep in C++ then, where no Python signal handler runs."""
+    """They wait in C++ code, where no Python signal handler runs."""
     run = start("--size", "2", "--world_size", "3")
     run.wait_until(lambda: len(run.pids) == 2)
     begin = time.monotonic()
     run.process.terminate()
 
     assert run.wait() == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 60, "not only when torch gives up"
-    assert_nothing_is_left(run)
+    assert time.monotonic() - begin < 60, "the ranks end before the timeout of torch"
+    assert_no_process_remains(run)
 
 
-def test_a_request_to_stop_may_come_before_the_first_rank_is_there(start: Start, tmp_path: Path) -> None:
+def test_sigterm_before_the_first_rank_starts_stops_the_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
         "from multiprocessing.context import SpawnProcess\n"
         "start = SpawnProcess.start\n"
-        "def just_before(process):\n"
+        "def start_after_sigterm(process):\n"
         "    SpawnProcess.start = start\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    start(process)\n"
-        "SpawnProcess.start = just_before\n"
+        "SpawnProcess.start = start_after_sigterm\n"
     )
     run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, launcher=(sys.executable,), PYTHONPATH=str(tmp_path))
-    assert holds_in_time(lambda: run.process.poll() is not None or run.epochs)
-    assert not run.epochs, "it trains, as if nobody had asked"
+    assert is_true_in_time(lambda: run.process.poll() is not None or run.epochs)
+    assert not run.epochs, "it trains although it was asked to stop"
     assert run.wait() == 128 + signal.SIGTERM, run.stderr
-    assert_nothing_is_left(run)
+    assert_no_process_remains(run)
 
 
-def test_mnist_files_are_read_and_a_resumed_run_ends_as_an_uninterrupted_one(start: Start, tmp_path: Path) -> None:
-    """Plain or gzipped idx files; two epochs and then two more leave the same model as four."""
+def test_mnist_files_are_read_and_a_resumed_run_ends_like_an_uninterrupted_one(start: Start, tmp_path: Path) -> None:
+    """The idx files are plain or gzipped. Two epochs and then two more result in the same model as four."""
     data, checkpoint = tmp_path / "data", tmp_path / "checkpoint.pt"
     write_mnist(data)
     options = ("--data-dir", str(data), "--batch_size", "16")
@@ -344,7 +343,7 @@ def write_mnist(folder: Path) -> None:
 
 
 def test_ranks_that_do_not_fit_the_world_are_refused(start: Start) -> None:
-    """Before anything is started, and with the exit code for wrong arguments."""
+    """The command fails before it starts a rank, with the exit code for wrong arguments."""
     run = start("--offset", "16", "--size", "8", "--world_size", "16")
 
     assert run.wait() == 2

@@ -1,4 +1,4 @@
-"""The program of a rank that calls a function, in a process of its own."""
+"""The program that calls a function in a rank. It runs in a separate process."""
 
 from __future__ import annotations
 

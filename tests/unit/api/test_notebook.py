@@ -13,7 +13,7 @@ def metric(task: str, attempt: int, step: int, loss: float) -> Metric:
     return Metric(task=task, attempt=attempt, rank=0, step=step, values={"loss": loss}, time=None)
 
 
-def test_the_curve_is_of_the_latest_attempt_of_the_first_task() -> None:
+def test_the_curve_shows_the_latest_attempt_of_the_first_task() -> None:
     metrics = [metric("prepare", attempt, step, step + 10.0 * attempt) for attempt in (0, 1) for step in (1, 2)]
     metrics.append(metric("train", 2, 1, 5.0))
     workflow: Any = SimpleNamespace(id="w-1", status="RUNNING", groups=(), metrics=lambda: metrics)

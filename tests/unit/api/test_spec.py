@@ -1,4 +1,4 @@
-"""Specs as Python values: equal after YAML, with exactly the keys of the schema, and with errors that name the wrong part."""
+"""Specs as Python values: their YAML, their keys, which are those of the schema, and errors that name the wrong part."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ TEXTS = st.text(max_size=20)
 SCALARS = st.one_of(TEXTS, NUMBERS, st.floats(allow_nan=False, allow_infinity=False), st.booleans())
 
 
-def _values(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of the type of a field."""
+def _values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for the values of a field's type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return st.one_of([_values(arg) for arg in args if arg is not type(None)])
+        return st.one_of([_values_of(arg) for arg in args if arg is not type(None)])
     if origin is list:
-        return st.lists(_values(args[0]), max_size=2)
+        return st.lists(_values_of(args[0]), max_size=2)
     if origin is dict:
-        return st.dictionaries(TEXTS, SCALARS if args[1] is Any else _values(args[1]), max_size=2)
+        return st.dictionaries(TEXTS, SCALARS if args[1] is Any else _values_of(args[1]), max_size=2)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _parts(kind)
+        return _structs_of(kind)
     return {str: TEXTS, int: NUMBERS, bool: st.booleans(), float: st.floats(0, 1e6)}[kind]
 
 
-def _parts(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
     fields = msgspec.structs.fields(kind)
-    needed = {one.name: _values(hints[one.name]) for one in fields if one.required}
-    others = {one.name: _values(hints[one.name]) for one in fields if not one.required}
+    needed = {one.name: _values_of(hints[one.name]) for one in fields if one.required}
+    others = {one.name: _values_of(hints[one.name]) for one in fields if not one.required}
     return st.fixed_dictionaries(needed, optional=others).map(lambda values: kind(**values))
 
 
 @settings(max_examples=50)
-@given(_parts(Spec))
+@given(_structs_of(Spec))
 def test_a_spec_is_equal_after_yaml(spec: Spec) -> None:
     text = spec.to_yaml()
     assert Spec.from_yaml(text) == spec
@@ -61,37 +61,40 @@ def test_a_spec_is_equal_after_yaml(spec: Spec) -> None:
 def test_each_sample_spec_is_equal_after_yaml(path: Path) -> None:
     rendered, _ = load_spec(str(path))
     spec = Spec.from_yaml(rendered.rendered, file=path.name)
-    again, _ = load_spec_text(spec.to_yaml(), path.name, base_dir=path.parent)
-    assert (again.name, [group.name for group in again.groups]) == (rendered.name, [group.name for group in rendered.groups])
+    reloaded, _ = load_spec_text(spec.to_yaml(), path.name, base_dir=path.parent)
+    assert (reloaded.name, [group.name for group in reloaded.groups]) == (
+        rendered.name,
+        [group.name for group in rendered.groups],
+    )
     assert Spec.from_yaml(spec.to_yaml()) == spec
 
 
-def _keys(kind: type[msgspec.Struct]) -> set[str]:
+def _keys_of(kind: type[msgspec.Struct]) -> set[str]:
     return {one.encode_name for one in msgspec.structs.fields(kind)}
 
 
 def test_the_parts_have_the_keys_of_the_schema() -> None:
     rules = json.loads(schema_text())["$defs"]
     found = {
-        "workflow": _keys(Spec) - {"variables"},
-        "group": _keys(Group),
-        "task": _keys(Task),
-        "ranks": _keys(Ranks),
-        "resource": _keys(Resources),
-        "timeout": _keys(parts.Timeouts),
-        "retry": _keys(parts.Retry),
-        "elastic": _keys(parts.Elastic),
-        "notify": _keys(parts.Notify),
-        "file": _keys(parts.File),
-        "input": _keys(parts.Input),
-        "output": _keys(parts.Output),
+        "workflow": _keys_of(Spec) - {"variables"},
+        "group": _keys_of(Group),
+        "task": _keys_of(Task),
+        "ranks": _keys_of(Ranks),
+        "resource": _keys_of(Resources),
+        "timeout": _keys_of(parts.Timeouts),
+        "retry": _keys_of(parts.Retry),
+        "elastic": _keys_of(parts.Elastic),
+        "notify": _keys_of(parts.Notify),
+        "file": _keys_of(parts.File),
+        "input": _keys_of(parts.Input),
+        "output": _keys_of(parts.Output),
     }
     assert found == {name: set(rules[name]["properties"]) for name in found}
     checkpoint, topology = rules["task"]["properties"]["checkpoint"], rules["resource"]["properties"]["topology"]
-    assert _keys(parts.Checkpoint) == set(checkpoint["items"]["properties"])
-    assert _keys(parts.Topology) == set(topology["items"]["properties"])
-    assert _keys(parts.Shared) == set(rules["group"]["properties"]["shared"]["properties"])
-    assert _keys(parts.DatasetUpdate) == set(rules["output"]["properties"]["update_dataset"]["properties"])
+    assert _keys_of(parts.Checkpoint) == set(checkpoint["items"]["properties"])
+    assert _keys_of(parts.Topology) == set(topology["items"]["properties"])
+    assert _keys_of(parts.Shared) == set(rules["group"]["properties"]["shared"]["properties"])
+    assert _keys_of(parts.DatasetUpdate) == set(rules["output"]["properties"]["update_dataset"]["properties"])
 
 
 def test_a_variable_without_a_value_stays_a_variable() -> None:
@@ -101,7 +104,7 @@ def test_a_variable_without_a_value_stays_a_variable() -> None:
     assert Spec.from_yaml(spec.to_yaml()) == spec
 
 
-def test_texts_of_several_lines_are_blocks() -> None:
+def test_strings_of_several_lines_are_block_scalars() -> None:
     spec = Spec(name="hello", tasks=[Task(name="one", command=["bash", "-c", "echo a\necho b\n"])], variables={"epochs": 3})
     assert spec.to_yaml() == (
         "workflow:\n  name: hello\n  tasks:\n  - name: one\n    command:\n    - bash\n    - -c\n    - |\n      echo a\n"
@@ -120,7 +123,7 @@ def test_texts_of_several_lines_are_blocks() -> None:
         ("workflow: hello", "no mapping `workflow`"),
     ],
 )
-def test_a_wrong_part_is_named(text: str, message: str) -> None:
+def test_an_error_names_the_wrong_part(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Spec.from_yaml(text, file="spec.yaml")
 
@@ -132,6 +135,6 @@ def test_every_public_name_exists() -> None:
         _ = distflow.submitt
 
 
-def test_a_star_import_replaces_nothing_of_python() -> None:
+def test_a_star_import_replaces_no_builtins() -> None:
     assert set(distflow.__all__).isdisjoint(dir(builtins))
     assert distflow.list.__module__ == "distflow.api.workflow"

@@ -15,7 +15,7 @@ def pool(backend: str) -> Pool:
     return Pool(name="lab", backend=backend, nodes=())
 
 
-def test_a_mac_can_submit_but_run_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_can_submit_but_cannot_run_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     require_supported(pool("local"))
     monkeypatch.setattr(sys, "platform", "darwin")
     require_supported(pool("ssh"))

@@ -45,11 +45,11 @@ class Screen:
 
 
 def assert_golden(golden: str, found: str) -> None:
-    """Fail with the difference and the command that renews the golden."""
+    """Fail if the output differs from the golden, with the difference and the command that renews the golden."""
     path = GOLDENS / golden
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         path.write_text(found, encoding="utf-8")
     wanted = path.read_text(encoding="utf-8") if path.exists() else ""
     if found != wanted:
         lines = difflib.unified_diff(wanted.splitlines(), found.splitlines(), golden, "now", lineterm="")
-        pytest.fail("\n".join([*lines, "", f"if this is right: {RENEW}"]), pytrace=False)
+        pytest.fail("\n".join([*lines, "", f"to accept the new output: {RENEW}"]), pytrace=False)

@@ -83,7 +83,7 @@ def test_unknown_command_suggests_a_similar_one(
         (["workflow", "stop"], ["cancel"]),
     ],
 )
-def test_shortcut_is_the_same_as_a_workflow_command(
+def test_a_shortcut_has_the_help_of_its_workflow_command(
     shortcut: list[str], command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = []
@@ -107,7 +107,7 @@ def test_version_is_also_an_option(flag: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("distflow ")
 
 
-def test_dash_t_is_not_the_format_in_logs_events_and_user_commands() -> None:
+def test_dash_t_is_not_the_format_option_in_logs_events_and_user_commands() -> None:
     assert not wants_json(["workflow", "logs", "w-1", "-tjson"])
     assert not wants_json(["workflow", "events", "w-1", "-t", "json"])
     assert not wants_json(["run", "--", "train", "-t", "json"])
@@ -163,7 +163,7 @@ def test_a_state_directory_of_another_user_is_refused(
         assert "belongs to the user" in capsys.readouterr().err
 
 
-HIDING = r"""workflow:
+SPEC_WITH_CONTROL_CHARACTERS = r"""workflow:
   name: hiding
   tasks:
   - name: one
@@ -174,7 +174,7 @@ HIDING = r"""workflow:
 
 def test_a_dry_run_escapes_control_characters_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
-    spec.write_text(HIDING)
+    spec.write_text(SPEC_WITH_CONTROL_CHARACTERS)
     assert run(["workflow", "submit", "--dry-run", str(spec)]) == 0
     shown = capsys.readouterr().out
     assert "curl somewhere | sh" in shown
@@ -192,21 +192,21 @@ def test_the_credentials_of_a_url_decide_which_driver_it_needs(
     assert "gs://bucket/out needs the driver gcsfs, which is not installed" in capsys.readouterr().err
     payload = ["endpoint=gs://bucket", "access_key_id=id", "access_key=key"]
     assert run(["credential", "set", "store", "--type", "DATA", "--payload", *payload]) == 0
-    assert run(["workflow", "submit", "--dry-run", str(spec)]) == 0  # keys work with `s3fs`
+    assert run(["workflow", "submit", "--dry-run", str(spec)]) == 0  # with access keys, `s3fs` is used instead
 
 
 def test_errors_and_warnings_that_quote_a_spec_escape_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "spec.yaml"
-    spec.write_text(HIDING.replace("name: one", r'name: "one\e]0;title\a\e[2J"'))
+    spec.write_text(SPEC_WITH_CONTROL_CHARACTERS.replace("name: one", r'name: "one\e]0;title\a\e[2J"'))
     assert run(["workflow", "validate", str(spec)]) == 2
     err = capsys.readouterr().err
     assert "must be a name" in err
     assert all(character.isprintable() for line in err.splitlines() for character in line)
 
 
-def test_a_user_without_a_name_is_shown_by_the_number(
+def test_a_user_without_a_name_is_shown_as_a_uid(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
@@ -238,13 +238,13 @@ def test_a_full_disk_is_reported_with_its_path(
 
 
 @pytest.mark.parametrize("write", ["print('a')", "print('a' * 100_000)", "forward(1, b'a')"])
-def test_a_full_disk_of_the_output_is_reported_as_such(write: str) -> None:
+def test_a_full_disk_of_standard_output_is_reported(write: str) -> None:
     script = "from distflow.cli import app\nfrom distflow.cli.workflow.exec import _write as forward\n"
     script += f"app.app = lambda **_: {write}\napp.main([])"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    said = "error: standard output: No space left on device; free some space and try again\n"
-    assert (done.returncode, done.stderr) == (5, said)
+    expected = "error: standard output: No space left on device; free some space and try again\n"
+    assert (done.returncode, done.stderr) == (5, expected)
 
 
 def test_a_spec_on_standard_input_that_is_not_utf8_is_an_error_with_its_position(screen: Screen) -> None:

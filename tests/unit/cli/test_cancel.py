@@ -11,7 +11,7 @@ from unit.cli.screen import Screen
 from unit.state.stored import submit, workflow
 
 
-def test_a_wait_that_ends_too_early_does_not_hide_refused_workflows(
+def test_a_wait_timeout_does_not_hide_errors_of_other_workflows(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = submit(screen.store, workflow([]))

@@ -30,7 +30,7 @@ def test_annotations_are_escaped_and_relative_to_the_checkout(tmp_path: Path, mo
     ]
 
 
-def test_summaries_show_hostile_text_as_text() -> None:
+def test_summaries_escape_markup() -> None:
     summary = problem_summary([Problem(where=Mark("a.yaml", 1), message="<b>`x`</b> | [l](http://a)\nnext")])
     assert summary.splitlines()[-1] == "| a.yaml:1 | error | &lt;b&gt;\\`x\\`&lt;/b&gt; \\| \\[l\\](http://a)<br>next |  |"
     group = failed_group()
@@ -44,7 +44,7 @@ def test_summaries_show_hostile_text_as_text() -> None:
     assert "use \\`--nproc\\_per\\_node\\` &lt;n&gt;" in text
 
 
-def test_a_report_has_the_cause_as_its_only_failure() -> None:
+def test_a_junit_report_has_the_first_cause_as_its_only_failure() -> None:
     group = failed_group()
     assert group.cause is not None
     hostile = replace(group.cause, lines=("]]>&<x>", "\x00\ud800\uffff"))
@@ -62,17 +62,17 @@ def test_a_report_has_the_cause_as_its_only_failure() -> None:
     assert skipped.get("message") == "stopped because another task of its group failed first"
 
 
-def test_a_group_that_failed_without_a_task_has_a_case() -> None:
+def test_a_junit_report_has_a_case_for_a_group_that_failed_without_a_task() -> None:
     group = replace(completed_group(), state=State.FAILED, reason=Reason.DATA, message="s3://b/out refused")
     root = ET.fromstring(junit_text(workflow((group,), state=WorkflowState.FAILED, reason=Reason.DATA)).encode())
     assert root.get("failures") == "1"
     assert root.get("tests") == "3"
-    whole = root.find("testsuite/testcase[@name='(group)']/failure")
-    assert whole is not None
-    assert whole.get("message") == "s3://b/out refused"
+    failure = root.find("testsuite/testcase[@name='(group)']/failure")
+    assert failure is not None
+    assert failure.get("message") == "s3://b/out refused"
 
 
-def test_a_report_replaces_an_earlier_one(tmp_path: Path) -> None:
+def test_a_junit_report_replaces_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "junit.xml"
     path.write_text("old")
     write_junit(workflow((completed_group(),)), path)
@@ -80,7 +80,7 @@ def test_a_report_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_wrong_paths_of_reports_are_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_junit_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "junit.xml"):
         with pytest.raises(InputError, match="cannot be written"):
             check_path("--junit", path)

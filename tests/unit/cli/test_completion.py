@@ -25,13 +25,13 @@ notify: [{name: ci, url: "https://ci.example/hook"}]
 
 
 class Completions:
-    """Requests the completions of a line."""
+    """Requests completions as bash does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def of(self, line: str) -> list[str]:
-        """Return the completions of the last word, after ``distflow``. Nothing may be printed to standard error."""
+        """Return the completions of the last word of ``distflow LINE``. Fail if standard error is not empty."""
         words = ["distflow", *line.split(" ")]
         self._monkeypatch.setenv("_DISTFLOW_COMPLETE", "complete_bash")
         self._monkeypatch.setenv("COMP_WORDS", "\n".join(words))
@@ -48,7 +48,7 @@ class Completions:
 def completions(
     screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Completions:
-    """A store with three workflows, of which the last has metrics, two pools, a hostfile and a credential."""
+    """Completions with three workflows in the store, metrics of the last one, two pools, a hostfile and a credential."""
     for number, name in enumerate(("digits", "wide", "digits")):
         last = submit(screen.store, workflow([completed_group()], name=name, number=number, at=T0 + number))
     screen.store.tag(last.uuid, add=["baseline"])
@@ -103,7 +103,7 @@ def test_values_are_completed(completions: Completions, line: str, expected: lis
     assert completions.of(line) == expected
 
 
-def test_completion_without_a_store_creates_and_prints_nothing(
+def test_completion_without_a_usable_store_or_configuration_prints_no_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     completions = Completions(monkeypatch, capsys)

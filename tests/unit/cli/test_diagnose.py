@@ -28,8 +28,8 @@ MISMATCH = (
 )
 
 
-def failed(screen: Screen) -> WorkflowRecord:
-    """A gang whose worker failed because of mismatched collectives, after which the master lost its connection."""
+def store_failed_workflow(screen: Screen) -> WorkflowRecord:
+    """Store a workflow whose worker failed because of mismatched collectives; its master then lost the connection."""
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     task_log(screen.directory, record, "master", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
     task_log(screen.directory, record, "worker", [(T0 + 90, b"step 12\n" + MISMATCH)])
@@ -37,28 +37,30 @@ def failed(screen: Screen) -> WorkflowRecord:
 
 
 def test_diagnose_prints_cause_and_remedy(screen: Screen) -> None:
-    record = failed(screen)
+    record = store_failed_workflow(screen)
     assert screen.run("diagnose", record.id) == 0
     assert screen.err == ""
     assert_golden("diagnose.txt", screen.out)
 
 
-def test_programs_get_one_document(screen: Screen) -> None:
-    record = failed(screen)
+def test_json_output_is_one_document(screen: Screen) -> None:
+    record = store_failed_workflow(screen)
     assert screen.run("diagnose", record.id, "-t", "json") == 0
     assert_golden("diagnose.json", screen.out)
     json.loads(screen.out)
 
 
 def test_why_names_the_diagnosis(screen: Screen) -> None:
-    record = failed(screen)
+    record = store_failed_workflow(screen)
     assert screen.run("why", record.id) == 0
     assert "\nDiagnosis  ranks called different collectives\nRemedy     Every rank must call" in screen.out
     assert screen.out.endswith(f"\nDetails: distflow workflow diagnose {record.id}\n")
 
 
-def ended(screen: Screen, capsys: pytest.CaptureFixture[str], record: WorkflowRecord, *, fetches: bool = False) -> str:
-    """Return the output of `submit --wait` below the logs of an ended workflow."""
+def output_after_logs(
+    screen: Screen, capsys: pytest.CaptureFixture[str], record: WorkflowRecord, *, fetches: bool = False
+) -> str:
+    """Return the output of `submit --wait` that follows the logs of an ended workflow."""
     with contextlib.suppress(WorkflowEnded):
         wait_for_end(screen.client, record, Format.TEXT, fetches=fetches)
     *_, err = capsys.readouterr()
@@ -68,8 +70,8 @@ def ended(screen: Screen, capsys: pytest.CaptureFixture[str], record: WorkflowRe
 def test_submit_wait_ends_with_cause_remedy_and_commands(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     group = failed_group()
     assert group.cause is not None
-    calls = ('  File "train.py", line 3, in step', "    dist.all_reduce(loss)", "RuntimeError: shapes differ")
-    cause = replace(group.cause, traceback="\n".join(("Traceback (most recent call last):", *calls)))
+    traceback_lines = ('  File "train.py", line 3, in step', "    dist.all_reduce(loss)", "RuntimeError: shapes differ")
+    cause = replace(group.cause, traceback="\n".join(("Traceback (most recent call last):", *traceback_lines)))
     tasks = tuple(replace(one, output_dir="/x/output") for one in group.tasks)
     report = replace(
         group, name="report", state=State.FAILED, reason=Reason.UPSTREAM, cause=None, tasks=(), message="training failed"
@@ -79,8 +81,8 @@ def test_submit_wait_ends_with_cause_remedy_and_commands(screen: Screen, capsys:
         workflow([replace(group, cause=cause, tasks=tasks), report], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
     )
     task_log(screen.directory, record, "worker", [(T0 + 90, MISMATCH)])
-    assert_golden("end_failed.txt", ended(screen, capsys, record))
-    assert "Outputs:" not in ended(screen, capsys, record, fetches=True)
+    assert_golden("end_failed.txt", output_after_logs(screen, capsys, record))
+    assert "Outputs:" not in output_after_logs(screen, capsys, record, fetches=True)
     assert screen.run("query", record.id) == 0
     assert "\n  Remedy: Every rank must call" in screen.out
     assert "\n    |     dist.all_reduce(loss)\n" in screen.out
@@ -91,17 +93,19 @@ def test_submit_wait_ends_with_cause_remedy_and_commands(screen: Screen, capsys:
 def test_submit_wait_ends_with_the_outputs_of_a_completed_workflow(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     record = submit(screen.store, workflow([completed_group()]))
     found = "Outputs: on the nodes at least until Apr 25, 2025 21:32 UTC: distflow workflow fetch digits-1\n"
-    assert ended(screen, capsys, record) == found
+    assert output_after_logs(screen, capsys, record) == found
 
 
-def test_submit_wait_ends_with_the_details_if_no_task_failed(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_wait_ends_with_the_command_for_details_if_there_is_no_first_cause(
+    screen: Screen, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = replace(failed_group(), cause=None, reason=Reason.UPSTREAM, message="training failed")
     record = submit(screen.store, workflow([group], state=WorkflowState.FAILED, reason=Reason.UPSTREAM))
-    assert ended(screen, capsys, record) == f"Details: distflow workflow query {record.id}\n"
+    assert output_after_logs(screen, capsys, record) == f"Details: distflow workflow query {record.id}\n"
 
 
 def test_diagnose_uses_only_the_output_of_the_selected_tasks(screen: Screen) -> None:
-    record = failed(screen)
+    record = store_failed_workflow(screen)
     assert screen.run("diagnose", record.id, "--task", "master", "-t", "json") == 0
     (group,) = json.loads(screen.out)["groups"]
     assert [one["key"] for one in group["diagnoses"]] == ["peer-died"]

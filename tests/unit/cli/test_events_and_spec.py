@@ -33,7 +33,7 @@ def test_events_are_listed_in_order(screen: Screen, digits: WorkflowRecord) -> N
     assert screen.out == expected
 
 
-def test_programs_get_one_document(screen: Screen, digits: WorkflowRecord) -> None:
+def test_json_output_is_one_document_and_one_line_per_event_with_follow(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("events", digits.id, "--format-type", "json") == 0
     assert_golden("events.json", screen.out)
     expected = json.loads(screen.out)["events"]

@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[3] / "src" / "distflow"
 SCHEMAS = ("query", "list", "submit", "events", "outputs", "why", "pool-check", "notification")
 NAMES = {"task", "group", "node"}
 DURATIONS = {"queued_time"}
-"""OSMO's keys that look like keys of times."""
+"""Keys of OSMO that end like keys of times, but are durations."""
 
 
 def objects(rule: Any) -> Iterator[dict[str, Any]]:
@@ -70,20 +70,20 @@ def test_all_documents_in_the_code_use_these_keys() -> None:
             if not isinstance(node, ast.Dict):
                 continue
             keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
-            place = f"{path.name}:{node.lineno}"
+            location = f"{path.name}:{node.lineno}"
             for value in node.values:
                 is_iso = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "iso"
-                assert not is_iso, f"{place}: write **times(…)"
-            assert not NAMES & keys, f"{place}: write **name_keys(…)"
+                assert not is_iso, f"{location}: write **times(…)"
+            assert not NAMES & keys, f"{location}: write **name_keys(…)"
             for key, value in zip(node.keys, node.values, strict=True):
                 named = re.search(r"\b(task|group|node)(\.name)?$", ast.unparse(value))
                 if isinstance(key, ast.Constant) and key.value == "name" and named is not None:
-                    assert f"{named[1]}_name" in keys, place
+                    assert f"{named[1]}_name" in keys, location
                     names += 1
             if "uuid" in keys:
                 unpacked = {ast.unparse(value.func) for value in node.values if isinstance(value, ast.Call)}
                 assert "workflow_key" in unpacked or {"workflow_id", "workflow_uuid"} <= keys, (
-                    f"{place}: write **workflow_key(…)"
+                    f"{location}: write **workflow_key(…)"
                 )
 
     assert names > 5

@@ -15,7 +15,7 @@ from unit.state.stored import T0, completed_group, running_group, submit, superv
 
 
 @pytest.fixture
-def several(screen: Screen) -> Screen:
+def filled_screen(screen: Screen) -> Screen:
     """Return a screen with five workflows that have ended, a minute apart."""
     ends = [
         ("digits", "lab", WorkflowState.COMPLETED, None),
@@ -33,7 +33,7 @@ def several(screen: Screen) -> Screen:
 
 
 def running(number: int) -> WorkflowRecord:
-    """Return a workflow that runs."""
+    """Return a running workflow."""
     return workflow([running_group()], state=WorkflowState.RUNNING, number=number)
 
 
@@ -43,15 +43,15 @@ def ids(screen: Screen, *arguments: str) -> list[str]:
     return [one["name"] for one in json.loads(screen.out)["workflows"]]
 
 
-def test_the_newest_workflow_is_listed_last(several: Screen) -> None:
-    assert several.run("list") == 0
-    assert_golden("list.txt", several.out)
-    assert several.err == ""
+def test_the_newest_workflow_is_listed_last(filled_screen: Screen) -> None:
+    assert filled_screen.run("list") == 0
+    assert_golden("list.txt", filled_screen.out)
+    assert filled_screen.err == ""
 
 
-def test_programs_get_one_document_in_the_same_order(several: Screen) -> None:
-    assert several.run("list", "-t", "json", "-c", "2") == 0
-    assert_golden("list.json", several.out)
+def test_json_output_is_one_document_in_the_same_order(filled_screen: Screen) -> None:
+    assert filled_screen.run("list", "-t", "json", "-c", "2") == 0
+    assert_golden("list.json", filled_screen.out)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_programs_get_one_document_in_the_same_order(several: Screen) -> None:
         (["-n", "resnet"], ["wide-resnet-1", "wide-resnet-2"]),
         (["-n", "digits-2"], ["digits-2"]),
         (["-p", "cloud", "-p", "local"], ["wide-resnet-1", "digits-3"]),
-        # A status can be several pairs of state and reason, and a reason can be absent.
+        # A status can mean several pairs of a state and a reason, and the reason can be absent.
         (["-s", "FAILED"], ["digits-2", "digits-3"]),
         (["-s", "failed_exec_timeout", "-s", "COMPLETED"], ["digits-1", "wide-resnet-1"]),
         (["-s", "FAILED_CANCELED"], ["wide-resnet-2"]),
@@ -73,14 +73,16 @@ def test_programs_get_one_document_in_the_same_order(several: Screen) -> None:
         (["-s", "waiting", "-s", "FAILED"], ["digits-2", "digits-3"]),
     ],
 )
-def test_filters(several: Screen, arguments: list[str], expected: list[str]) -> None:
-    assert ids(several, *arguments) == expected
+def test_workflows_are_selected_by_count_name_pool_and_status(
+    filled_screen: Screen, arguments: list[str], expected: list[str]
+) -> None:
+    assert ids(filled_screen, *arguments) == expected
 
 
-def test_an_unknown_status_is_an_error_with_a_suggestion(several: Screen) -> None:
-    assert several.run("list", "-s", "COMPLETE") == 2
-    assert several.err.startswith("error: `COMPLETE` is not a status of a workflow\ndid you mean `COMPLETED`? statuses: ")
-    assert several.out == ""
+def test_an_unknown_status_is_an_error_with_a_suggestion(filled_screen: Screen) -> None:
+    assert filled_screen.run("list", "-s", "COMPLETE") == 2
+    assert filled_screen.err.startswith("error: `COMPLETE` is not a status of a workflow\ndid you mean `COMPLETED`? statuses: ")
+    assert filled_screen.out == ""
 
 
 def test_an_empty_list_is_reported_in_a_sentence(screen: Screen) -> None:
@@ -112,7 +114,7 @@ def test_a_workflow_that_has_not_started_has_no_elapsed_time(screen: Screen) -> 
 
 
 @pytest.fixture
-def marked(screen: Screen) -> Screen:
+def labeled_screen(screen: Screen) -> Screen:
     """Return a screen with three workflows that have ended, a day apart, with labels, tags and priorities."""
     marks = [(Priority.HIGH, {"team": "vision"}), (Priority.NORMAL, {"team": "speech", "run": "a.1"}), (Priority.LOW, {})]
     for number, (priority, labels) in enumerate(marks):
@@ -138,12 +140,14 @@ def marked(screen: Screen) -> Screen:
         (["--all-users"], [1, 2, 3]),
     ],
 )
-def test_workflows_are_filtered(marked: Screen, arguments: list[str], expected: list[int]) -> None:
-    assert ids(marked, *arguments) == [f"digits-{number}" for number in expected]
+def test_workflows_are_selected_by_label_tag_priority_date_and_user(
+    labeled_screen: Screen, arguments: list[str], expected: list[int]
+) -> None:
+    assert ids(labeled_screen, *arguments) == [f"digits-{number}" for number in expected]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--label", "team"], "is not of the form KEY=SELECTOR"),
         (["--label", "team=[a]"], "use letters"),
@@ -157,21 +161,21 @@ def test_workflows_are_filtered(marked: Screen, arguments: list[str], expected: 
         (["-u", "ada", "--all-users"], "cannot be combined"),
     ],
 )
-def test_invalid_filters_are_errors(screen: Screen, arguments: list[str], words: str) -> None:
+def test_invalid_filters_are_errors(screen: Screen, arguments: list[str], message: str) -> None:
     assert screen.run("list", *arguments) == 2
-    assert words in screen.err
+    assert message in screen.err
 
 
-def test_labels_tags_and_priorities_are_shown_if_present(marked: Screen) -> None:
-    assert marked.run("list") == 0
-    assert_golden("list_marked.txt", marked.out)
-    assert marked.run("query", "digits-2") == 0
-    assert "Labels       team=speech run=a.1\nTags         all tag-1\n" in marked.out
-    assert "Priority" not in marked.out
-    assert marked.run("query", "digits-1") == 0
-    assert "Priority     HIGH\n" in marked.out
-    assert marked.run("query", "digits-1", "-t", "json") == 0
-    answer = json.loads(marked.out)
+def test_labels_tags_and_priorities_are_shown_if_present(labeled_screen: Screen) -> None:
+    assert labeled_screen.run("list") == 0
+    assert_golden("list_marked.txt", labeled_screen.out)
+    assert labeled_screen.run("query", "digits-2") == 0
+    assert "Labels       team=speech run=a.1\nTags         all tag-1\n" in labeled_screen.out
+    assert "Priority" not in labeled_screen.out
+    assert labeled_screen.run("query", "digits-1") == 0
+    assert "Priority     HIGH\n" in labeled_screen.out
+    assert labeled_screen.run("query", "digits-1", "-t", "json") == 0
+    answer = json.loads(labeled_screen.out)
     assert (answer["priority"], answer["labels"], answer["tags"]) == ("HIGH", {"team": "vision"}, ["all", "tag-0"])
 
 

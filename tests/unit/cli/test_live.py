@@ -18,8 +18,8 @@ from unit.cli.screen import Screen, Terminal
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
 
 
-class Play:
-    """A running workflow with steps, one of which is executed at each wait."""
+class ScriptedRun:
+    """A running workflow that changes by one step at each wait of the command that follows it."""
 
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
@@ -27,17 +27,17 @@ class Play:
         self.steps: list[Callable[[], object]] = []
         self.waits = 0
 
-    def prints(self, name: str, at: float, data: bytes) -> None:
+    def add_output(self, name: str, at: float, data: bytes) -> None:
         self.steps.append(lambda: task_log(self.screen.directory, self.record, name, [(T0 + at, data)]))
 
-    def ends(self, group: GroupRecord, state: WorkflowState, reason: Reason | None = None) -> None:
+    def add_end(self, group: GroupRecord, state: WorkflowState, reason: Reason | None = None) -> None:
         ended = replace(self.record, groups=(group,), state=state, reason=reason, ended_at=T0 + 95)
         self.steps.append(lambda: self.screen.store.save([ended], []))
 
     def wait(self, seconds: float) -> None:
         assert 0 < seconds <= 1
         self.waits += 1
-        assert self.waits < 500, "it does not end"
+        assert self.waits < 500, "following does not end"
         if self.steps:
             self.steps.pop(0)()
 
@@ -46,14 +46,14 @@ class Play:
             return follow_workflow(self.screen.client, self.record, out=out, err=err, wait=self.wait)
 
 
-def test_logs_go_to_one_stream_and_status_changes_to_the_other(screen: Screen) -> None:
-    play = Play(screen)
-    play.prints("master", 20, b"epoch 1\n")
-    play.prints("worker", 21, b"epoch 1\nhalf a li")
-    play.prints("worker", 22, b"ne\n")
-    play.ends(completed_group(), WorkflowState.COMPLETED)
+def test_logs_go_to_standard_output_and_status_changes_to_standard_error(screen: Screen) -> None:
+    run = ScriptedRun(screen)
+    run.add_output("master", 20, b"epoch 1\n")
+    run.add_output("worker", 21, b"epoch 1\nhalf a li")
+    run.add_output("worker", 22, b"ne\n")
+    run.add_end(completed_group(), WorkflowState.COMPLETED)
     out, err = io.StringIO(), io.StringIO()
-    assert play.follow(out, err).state is WorkflowState.COMPLETED
+    assert run.follow(out, err).state is WorkflowState.COMPLETED
     assert out.getvalue() == "[master] epoch 1\n[worker] epoch 1\n[worker] half a line\n"
     assert err.getvalue().splitlines() == [
         "digits-1: RUNNING",
@@ -65,16 +65,16 @@ def test_logs_go_to_one_stream_and_status_changes_to_the_other(screen: Screen) -
     ]
 
 
-def test_a_workflow_that_waits_in_the_queue_gets_a_reminder(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workflow_that_waits_in_the_queue_causes_one_reminder(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_REMINDER_POLLS", 3)
-    play = Play(screen)
+    run = ScriptedRun(screen)
     waiting = replace(running_group(), state=State.SCHEDULING, message="Waiting for nodes: unreachable: gpu9")
-    play.record = replace(play.record, groups=(waiting,), state=WorkflowState.PENDING)
-    screen.store.save([play.record], [])
-    play.steps = [lambda: None] * 5
-    play.ends(completed_group(), WorkflowState.COMPLETED)
+    run.record = replace(run.record, groups=(waiting,), state=WorkflowState.PENDING)
+    screen.store.save([run.record], [])
+    run.steps = [lambda: None] * 5
+    run.add_end(completed_group(), WorkflowState.COMPLETED)
     err = io.StringIO()
-    play.follow(io.StringIO(), err)
+    run.follow(io.StringIO(), err)
     assert err.getvalue().splitlines()[:3] == [
         "digits-1: PENDING",
         "training: SCHEDULING: Waiting for nodes: unreachable: gpu9",
@@ -84,15 +84,15 @@ def test_a_workflow_that_waits_in_the_queue_gets_a_reminder(screen: Screen, monk
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_unreachable_nodes_that_prevent_the_start_are_named_at_once(screen: Screen, *, is_terminal: bool) -> None:
-    play = Play(screen)
+def test_unreachable_nodes_that_prevent_the_start_are_named_once(screen: Screen, *, is_terminal: bool) -> None:
+    run = ScriptedRun(screen)
     missing = UnreachableNodes(errors={"gpu9": "no route"}, needs_action=False)
     waiting = replace(running_group(), state=State.SCHEDULING, message="Waiting for nodes: gpu9: no route", unreachable=missing)
-    pending = replace(play.record, groups=(waiting,), state=WorkflowState.PENDING)
-    play.steps = [lambda: screen.store.save([pending], []), *[lambda: None] * 3]
-    play.ends(completed_group(), WorkflowState.COMPLETED)
+    pending = replace(run.record, groups=(waiting,), state=WorkflowState.PENDING)
+    run.steps = [lambda: screen.store.save([pending], []), *[lambda: None] * 3]
+    run.add_end(completed_group(), WorkflowState.COMPLETED)
     err = io.StringIO()
-    play.follow(Terminal() if is_terminal else io.StringIO(), err)
+    run.follow(Terminal() if is_terminal else io.StringIO(), err)
     shown = err.getvalue()
     assert shown.count("training cannot start before distflow reaches gpu9\n") == 1
     assert "  distflow keeps trying. To check all nodes: distflow pool check --pool lab\n" in shown
@@ -100,22 +100,22 @@ def test_unreachable_nodes_that_prevent_the_start_are_named_at_once(screen: Scre
 
 
 def test_following_ends_if_a_person_must_repair_a_node_first(screen: Screen) -> None:
-    play = Play(screen)
+    run = ScriptedRun(screen)
     missing = UnreachableNodes(errors={"gpu9": "refused the key"}, needs_action=True)
     waiting = replace(running_group(), state=State.SCHEDULING, unreachable=missing)
-    pending = replace(play.record, groups=(waiting,), state=WorkflowState.PENDING)
-    play.steps = [lambda: screen.store.save([pending], [])]
+    pending = replace(run.record, groups=(waiting,), state=WorkflowState.PENDING)
+    run.steps = [lambda: screen.store.save([pending], [])]
     with pytest.raises(NodeError, match="gpu9: refused the key"):
-        play.follow(io.StringIO(), io.StringIO())
+        run.follow(io.StringIO(), io.StringIO())
 
 
 def test_a_terminal_has_a_status_line_at_the_bottom(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    play = Play(screen)
-    play.prints("master", 20, b"epoch 1\n")
-    play.ends(failed_group(), WorkflowState.FAILED, Reason.EXIT_CODE)
+    run = ScriptedRun(screen)
+    run.add_output("master", 20, b"epoch 1\n")
+    run.add_end(failed_group(), WorkflowState.FAILED, Reason.EXIT_CODE)
     out, err = Terminal(), io.StringIO()
-    play.follow(out, err)
+    run.follow(out, err)
     lines = out.getvalue().split("\r\x1b[K")
     assert lines[0].startswith("digits-1 RUNNING ")
     assert lines[0].endswith("  master RUNNING · worker RUNNING")
@@ -126,52 +126,52 @@ def test_a_terminal_has_a_status_line_at_the_bottom(screen: Screen, monkeypatch:
 
 def test_the_status_line_never_wraps(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    play = Play(screen)
-    play.ends(completed_group(), WorkflowState.COMPLETED)
+    run = ScriptedRun(screen)
+    run.add_end(completed_group(), WorkflowState.COMPLETED)
     out = Terminal()
-    play.follow(out, io.StringIO())
+    run.follow(out, io.StringIO())
     first = out.getvalue().split("\r\x1b[K")[0]
     assert first.startswith("digits-1 RUNNING")
     assert first.endswith("…")
     assert len(first) <= 29
 
 
-def test_an_interrupt_clears_the_status_line_and_is_raised(screen: Screen) -> None:
-    play = Play(screen)
+def test_an_interrupt_clears_the_status_line_and_is_raised_again(screen: Screen) -> None:
+    run = ScriptedRun(screen)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    play.steps = [lambda: None, interrupt]
+    run.steps = [lambda: None, interrupt]
     out = Terminal()
     with pytest.raises(KeyboardInterrupt):
-        play.follow(out, io.StringIO())
+        run.follow(out, io.StringIO())
     assert out.getvalue().endswith("\r\x1b[K")
 
 
 def test_output_after_the_end_is_awaited_for_a_limited_time(screen: Screen) -> None:
-    play = Play(screen)
+    run = ScriptedRun(screen)
     end = End(ended_at=T0 + 90, exit_code=0, output_bytes=1000)
-    drained = tuple(task(name, end=end, log_complete=False) for name in ("master", "worker"))
-    play.ends(replace(completed_group(), tasks=drained), WorkflowState.COMPLETED)
-    play.steps += [lambda: None] * 40
-    play.prints("worker", 91, b"a late line\n")
+    incomplete = tuple(task(name, end=end, log_complete=False) for name in ("master", "worker"))
+    run.add_end(replace(completed_group(), tasks=incomplete), WorkflowState.COMPLETED)
+    run.steps += [lambda: None] * 40
+    run.add_output("worker", 91, b"a late line\n")
     out, err = io.StringIO(), io.StringIO()
-    play.follow(out, err)
+    run.follow(out, err)
     assert out.getvalue() == "[worker] a late line\n"
     # 10 s without output at 0.1 s for each poll, counted again after the late line.
-    assert 41 + 100 <= play.waits <= 41 + 100 + 6
+    assert 41 + 100 <= run.waits <= 41 + 100 + 6
     assert "worker: 988 bytes of its output are still on worker-node" in err.getvalue()
 
 
-def test_only_the_chosen_tasks_must_be_complete(screen: Screen) -> None:
+def test_logs_are_over_when_those_of_the_chosen_tasks_are_complete(screen: Screen) -> None:
     tasks = (task("master"), task("worker", State.COMPLETED, log_complete=False))
     record = submit(screen.store, workflow([replace(completed_group(), tasks=tasks)]))
     assert WorkflowWatch(screen.client, record, tasks={"master"}).logs_are_over()
     assert not WorkflowWatch(screen.client, record).logs_are_over()
 
 
-def test_many_tasks_are_counted(screen: Screen) -> None:
+def test_the_status_line_counts_many_tasks_by_state(screen: Screen) -> None:
     from distflow.cli.render.workflow_text import changes, status_line
 
     tasks = tuple(task(f"worker{number}", State.RUNNING) for number in range(60))

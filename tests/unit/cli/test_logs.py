@@ -29,24 +29,24 @@ def digits(screen: Screen) -> WorkflowRecord:
     return record
 
 
-def test_tasks_are_merged_by_time_with_their_names(screen: Screen, digits: WorkflowRecord) -> None:
+def test_lines_of_all_tasks_are_merged_by_time_with_task_names(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id) == 0
     assert_golden("logs.txt", screen.out)
     assert screen.err == ""
 
 
-def test_times_are_as_osmo_shows_them(screen: Screen, digits: WorkflowRecord) -> None:
+def test_timestamps_have_osmos_format(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "--timestamps") == 0
     assert_golden("logs_timestamps.txt", screen.out)
 
 
-def test_programs_get_one_array(screen: Screen, digits: WorkflowRecord) -> None:
+def test_json_output_is_one_array(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "--format-type", "json") == 0
     assert_golden("logs.json", screen.out)
     assert [one["task"] for one in json.loads(screen.out)] == ["master", "worker", "worker", "master", "master"]
 
 
-def test_following_programs_get_an_object_on_each_line(screen: Screen, digits: WorkflowRecord) -> None:
+def test_json_output_of_follow_has_an_object_on_each_line(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "-f", "-n", "2", "--format-type=json") == 0
     assert [json.loads(line)["text"] for line in screen.out.splitlines()] == ["100%|##|", "last"]
 
@@ -86,19 +86,21 @@ def test_the_reason_is_printed_if_nothing_has_started(screen: Screen) -> None:
         (["-f", "-n", "1"], ["[master] last"]),
     ],
 )
-def test_lines_are_selected(screen: Screen, digits: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
+def test_lines_are_selected_by_task_and_count(
+    screen: Screen, digits: WorkflowRecord, arguments: list[str], lines: list[str]
+) -> None:
     assert screen.run("logs", digits.id, *arguments) == 0
     assert screen.out.splitlines() == lines
 
 
 @pytest.fixture
-def ranks(screen: Screen) -> WorkflowRecord:
+def workflow_with_ranks(screen: Screen) -> WorkflowRecord:
     """Store a workflow whose master has separate output for each rank, and whose worker's ranks share one output."""
     record = submit(screen.store, workflow([completed_group()]))
     folder = screen.directory.logs / record.uuid / "training" / "master" / "0"
     write_log(folder, [(T0, b"torchrun\n"), (T0 + 1, b"one\n"), (T0 + 2, b"three\n"), (T0 + 3, b"one again\n")])
-    places = [(T0, 0, None), (T0 + 1, 9, 1), (T0 + 2, 13, 3), (T0 + 3, 19, 1)]
-    records = (struct.pack("<dQ", at, (0 if rank is None else rank + 1) << 48 | start) for at, start, rank in places)
+    entries = [(T0, 0, None), (T0 + 1, 9, 1), (T0 + 2, 13, 3), (T0 + 3, 19, 1)]
+    records = (struct.pack("<dQ", at, (0 if rank is None else rank + 1) << 48 | start) for at, start, rank in entries)
     (folder / "output.idx").write_bytes(b"".join(records))
     task_log(screen.directory, record, "worker", [(T0 + 4, b"shared\n[rank9]: nine\n[default2]:ten\n")])
     return record
@@ -117,15 +119,17 @@ def ranks(screen: Screen) -> WorkflowRecord:
         (["--rank", "10", "-f"], ["[worker] [default2]:ten"]),
     ],
 )
-def test_lines_are_selected_by_rank(screen: Screen, ranks: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
-    assert screen.run("logs", ranks.id, *arguments) == 0
+def test_lines_are_selected_by_rank(
+    screen: Screen, workflow_with_ranks: WorkflowRecord, arguments: list[str], lines: list[str]
+) -> None:
+    assert screen.run("logs", workflow_with_ranks.id, *arguments) == 0
     assert screen.out.splitlines() == lines
-    shares = "worker: its ranks share one output, so they cannot be separated; `torchrun` and `spawn` separate them\n"
-    assert screen.err == (shares if {"9", "10"} & {*arguments} else "")
+    note = "worker: its ranks share one output, so they cannot be separated; `torchrun` and `spawn` separate them\n"
+    assert screen.err == (note if {"9", "10"} & {*arguments} else "")
 
 
-def test_json_lines_contain_the_rank(screen: Screen, ranks: WorkflowRecord) -> None:
-    screen.run("logs", ranks.id, "-t", "master", "--format-type", "json")
+def test_json_lines_contain_the_rank(screen: Screen, workflow_with_ranks: WorkflowRecord) -> None:
+    screen.run("logs", workflow_with_ranks.id, "-t", "master", "--format-type", "json")
     assert [line["rank"] for line in json.loads(screen.out)] == [None, 1, 3, 1]
 
 
@@ -171,7 +175,7 @@ def test_missing_output_is_reported(screen: Screen) -> None:
     assert "worker" not in screen.err
 
 
-def test_a_report_says_which_lines_of_a_long_log_are_left_out(
+def test_an_html_report_shows_which_lines_of_a_long_log_are_left_out(
     screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_pages, "_MOST_LINES", 100)

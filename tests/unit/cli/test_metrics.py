@@ -23,12 +23,12 @@ def metric(**values: object) -> bytes:
     return f"{json.dumps(values)}\n".encode()
 
 
-OWN = {"step_s": 0.05, "samples_per_s": 160.25, "memory_bytes": 1000}
-PACE = {**OWN, "slowest_step_s": 0.2, "total_samples_per_s": 320.5, "imbalance": 1.9, "stragglers": "9"}
-SLOW = {"step_s": 0.2, "samples_per_s": 160.25, "memory_bytes": 3000}
+RANK_PACE = {"step_s": 0.05, "samples_per_s": 160.25, "memory_bytes": 1000}
+PACE = {**RANK_PACE, "slowest_step_s": 0.2, "total_samples_per_s": 320.5, "imbalance": 1.9, "stragglers": "9"}
+SLOW_RANK_PACE = {"step_s": 0.2, "samples_per_s": 160.25, "memory_bytes": 3000}
 
 
-def fill(screen: Screen, record: WorkflowRecord) -> None:
+def store_metrics(screen: Screen, record: WorkflowRecord) -> None:
     """Store output of two tasks with metrics among other lines."""
     lines = [metric(step=step, loss=8.0 / step, rank=0) for step in (1, 2, 4, 8)]
     task_log(screen.directory, record, "master", [(T0 + 20, b"begins\n"), *((T0 + 30, line) for line in lines)])
@@ -37,7 +37,7 @@ def fill(screen: Screen, record: WorkflowRecord) -> None:
         screen.directory,
         record,
         "worker",
-        [(T0 + 29.5, metric(step=7, loss=float("nan"), rank=9) + metric(step=8, rank=9, **SLOW))],
+        [(T0 + 29.5, metric(step=7, loss=float("nan"), rank=9) + metric(step=8, rank=9, **SLOW_RANK_PACE))],
     )
 
 
@@ -45,7 +45,7 @@ def fill(screen: Screen, record: WorkflowRecord) -> None:
 def trained(screen: Screen) -> WorkflowRecord:
     """Store a workflow that completed, with metrics in its logs."""
     record = submit(screen.store, workflow([completed_group()]))
-    fill(screen, record)
+    store_metrics(screen, record)
     return record
 
 
@@ -129,7 +129,7 @@ def test_query_shows_the_latest_step_and_its_pace(screen: Screen) -> None:
     with supervised(screen.directory):
         assert screen.run("query", record.id, "-t", "json") == 0
         assert json.loads(screen.out)["groups"][0]["metrics"] is None
-        fill(screen, record)
+        store_metrics(screen, record)
         assert screen.run("query", record.id) == 0
         lines = screen.out.splitlines()
         place = lines.index("Group training: RUNNING")
@@ -194,7 +194,7 @@ def test_tensorboard_gets_a_run_for_each_rank(
     assert "cannot be written: File name too long" in screen.err
 
 
-def test_a_real_tensorboard_reads_what_was_written(screen: Screen, trained: WorkflowRecord, tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_values(screen: Screen, trained: WorkflowRecord, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -31,7 +31,7 @@ workflow:
     - name: worker
       command: [python, train.py, --offset, 8, --size, 8, --world_size, 16]
 """
-ONE = """\
+ONE_TASK = """\
 workflow:
   name: train
   tasks:
@@ -60,7 +60,7 @@ class Mistake:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
-def _spec(old: str, new: str, where: str, remedy: str, *, base: str = ONE) -> Mistake:
+def _spec(old: str, new: str, where: str, remedy: str, *, base: str = ONE_TASK) -> Mistake:
     """Return a mistake in a spec: ``old`` was replaced by ``new``."""
     assert base.count(old) == 1, old
     files = {"train.yaml": base.replace(old, new)} | ({"distflow.yaml": LAB} if base is GANG else {})
@@ -70,10 +70,10 @@ def _spec(old: str, new: str, where: str, remedy: str, *, base: str = ONE) -> Mi
 MISTAKES: Mapping[str, Mistake] = {
     # the spec's file
     "mistyped file": Mistake(
-        command="submit trian.yaml --dry-run", files={"train.yaml": ONE}, where="trian.yaml", remedy="train.yaml"
+        command="submit trian.yaml --dry-run", files={"train.yaml": ONE_TASK}, where="trian.yaml", remedy="train.yaml"
     ),
     "directory instead of a spec": Mistake(
-        command="submit . --dry-run", files={"train.yaml": ONE}, where=".: error", remedy="name a YAML file"
+        command="submit . --dry-run", files={"train.yaml": ONE_TASK}, where=".: error", remedy="name a YAML file"
     ),
     "file that is not text": Mistake(
         command="submit model.pt --dry-run", files={"model.pt": "PK\x03\x04\x00"}, where="model.pt", remedy="file"
@@ -94,7 +94,10 @@ MISTAKES: Mapping[str, Mistake] = {
         command="submit train.py --dry-run", files={"train.py": ""}, where="train.py", remedy="distflow run train.py"
     ),
     "spec instead of a script": Mistake(
-        command="run train.yaml --dry-run", files={"train.yaml": ONE}, where="train.yaml", remedy="distflow submit train.yaml"
+        command="run train.yaml --dry-run",
+        files={"train.yaml": ONE_TASK},
+        where="train.yaml",
+        remedy="distflow submit train.yaml",
     ),
     "option of the script": Mistake(
         command="run my.py --nodes 2 --epochs 2", where="--epochs", remedy="distflow run my.py … -- --epochs 2"
@@ -147,18 +150,21 @@ MISTAKES: Mapping[str, Mistake] = {
     "missing argument": Mistake(command="logs", where="distflow workflow logs", remedy="--help"),
     "number expected": Mistake(command="list --count many", where="`--count`", remedy="a whole number of at least 1"),
     "unknown priority": Mistake(
-        command="submit train.yaml --priority urgent", files={"train.yaml": ONE}, where="urgent", remedy="HIGH"
+        command="submit train.yaml --priority urgent", files={"train.yaml": ONE_TASK}, where="urgent", remedy="HIGH"
     ),
     "unknown status": Mistake(command="list --status DONE", where="DONE", remedy="COMPLETED"),
     "bad date": Mistake(command="list --submitted-after 11.04.2025", where="--submitted-after", remedy="YYYY-MM-DD"),
     "setting without a value": Mistake(
-        command="submit train.yaml --set epochs", files={"train.yaml": ONE}, where="--set", remedy="NAME=VALUE"
+        command="submit train.yaml --set epochs", files={"train.yaml": ONE_TASK}, where="--set", remedy="NAME=VALUE"
     ),
     "missing environment variable": Mistake(
-        command="submit train.yaml --set-env WANDB_API_KEY", files={"train.yaml": ONE}, where="--set-env", remedy="NAME=VALUE"
+        command="submit train.yaml --set-env WANDB_API_KEY",
+        files={"train.yaml": ONE_TASK},
+        where="--set-env",
+        remedy="NAME=VALUE",
     ),
     "bad label": Mistake(
-        command="submit train.yaml --label team", files={"train.yaml": ONE}, where="--label", remedy="KEY=VALUE"
+        command="submit train.yaml --label team", files={"train.yaml": ONE_TASK}, where="--label", remedy="KEY=VALUE"
     ),
     "bad port": Mistake(command="workflow port-forward digits-1 master --port http", where="--port", remedy="8080:80"),
     "bad URL": Mistake(command="data list s4://bucket/data", where="s4://", remedy="s3"),
@@ -201,7 +207,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "host names of a hostfile": Mistake(
         # No name service has a name with two consecutive dots.
         command="submit train.yaml --hostfile hosts --dry-run",
-        files={"train.yaml": ONE, "hosts": "127.0.0.1\ngpu..1\nada@gpu..2 slots=8\n"},
+        files={"train.yaml": ONE_TASK, "hosts": "127.0.0.1\ngpu..1\nada@gpu..2 slots=8\n"},
         where="hosts:3",
         remedy="correct the name",
     ),
@@ -250,8 +256,8 @@ def test_every_mistake_is_reported_with_its_location_and_a_remedy(
         message = re.sub(r"\n\n(    .*\n)+", "\n", shown).rstrip().splitlines()
         if len(message) > MOST_LINES:
             faults.append(f"{name}: {len(message)} lines")
-        faults += [f"{name}: no {word!r}" for word in (mistake.where, mistake.remedy) if word not in shown]
-        faults += [f"{name}: code {code}"] if code not in (2, 3) else []
+        faults += [f"{name}: {word!r} is missing" for word in (mistake.where, mistake.remedy) if word not in shown]
+        faults += [f"{name}: exit code {code}"] if code not in (2, 3) else []
     assert_golden("mistakes.txt", "\n".join(pages))
     assert len(MISTAKES) >= 40
     assert not faults, "\n".join(faults)

@@ -33,14 +33,14 @@ def folder(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
-def _cleaned(client: object, nodes: Sequence[PoolNode], **_: object) -> list[Cleaned]:
+def _clean_nodes(client: object, nodes: Sequence[PoolNode], **_: object) -> list[Cleaned]:
     return [Cleaned(node=node.name, error="" if node.name == "here" else "refused") for _, node in nodes]
 
 
-def test_an_error_names_its_node_once_and_the_command_its_pool(
+def test_an_error_of_a_node_is_followed_by_a_command_that_checks_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distflow.cli.node.clean_nodes", _cleaned)
+    monkeypatch.setattr("distflow.cli.node.clean_nodes", _clean_nodes)
     assert run(["node", "clean"]) == 3
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].split() == ["gpu1", "0", "0", "0.0", "MiB", "refused"]
@@ -67,7 +67,9 @@ def test_pools_without_nodes_of_their_own_are_refused(
 
 
 @pytest.mark.usefixtures("folder")
-def test_jobs_of_a_pool_are_not_a_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reap_counts_a_pool_without_nodes_as_a_pool(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("distflow.cli.node.reap_nodes", lambda nodes, **_: [Reaped(node=node.name) for _, node in nodes])
     monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [Reaped(node="cluster")])
     assert run(["node", "reap"]) == 0
@@ -79,26 +81,26 @@ def test_jobs_of_a_pool_are_not_a_node(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.usefixtures("folder")
 def test_leftovers_that_remain_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    left = Leftover(pid=None, name="docker x", attempt="w/g/t/0", why="ended", is_ours=True, error="permission denied")
-    monkeypatch.setattr("distflow.cli.node.reap_nodes", lambda nodes, **_: [Reaped(node=nodes[0][1].name, found=(left,))])
+    remaining = Leftover(pid=None, name="docker x", attempt="w/g/t/0", why="ended", is_ours=True, error="permission denied")
+    monkeypatch.setattr("distflow.cli.node.reap_nodes", lambda nodes, **_: [Reaped(node=nodes[0][1].name, found=(remaining,))])
     monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [])
     assert run(["node", "reap", "--pool", "idle"]) == 3
     assert capsys.readouterr().err == "error: here: docker x remains: permission denied\n"
 
 
 @pytest.mark.usefixtures("screen")
-def test_adopt_draws_no_conclusion_from_nodes_that_failed(
+def test_adopt_does_not_report_that_there_is_nothing_to_adopt_if_a_node_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = Recalled(pool=Pool(name="lab", backend="ssh", nodes=()), node="gpu1", error="refused")
 
-    def found(*nodes: Recalled) -> Adoption:
+    def adoption(*nodes: Recalled) -> Adoption:
         return Adoption(workflows=(), nodes=nodes, kept_aside=None)
 
-    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: found(failed))
+    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: adoption(failed))
     assert run(["workflow", "adopt"]) == 3
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: gpu1: refused\ndetails: distflow pool check --pool lab --node gpu1\n")
-    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: found())
+    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: adoption())
     assert run(["workflow", "adopt"]) == 0
     assert capsys.readouterr().out.startswith("Nothing to adopt: ")

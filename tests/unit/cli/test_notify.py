@@ -77,14 +77,14 @@ def test_a_test_message_is_sent_to_the_chosen_targets(command: Run, tmp_path: Pa
     assert (code, "there is no target `flie`" in err, "did you mean `file`" in err) == (2, True, True)
 
 
-def test_no_target_is_notified_without_an_entry(command: Run, tmp_path: Path) -> None:
+def test_a_configuration_without_targets_is_reported(command: Run, tmp_path: Path) -> None:
     (tmp_path / "distflow.yaml").write_text("pools: {local: {backend: local}}\n")
     for verb in ("list", "test"):
         code, out, err = command("notify", verb)
         assert (code, out, "No target is notified" in err) == (0, "", True)
 
 
-def test_all_problems_are_reported_at_once(command: Run, tmp_path: Path) -> None:
+def test_problems_of_targets_and_of_the_spec_are_reported_together(command: Run, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("name: one", "nam: one"))
     assert command("credential", "set", "mail", "--payload", "url=x")[0] == 0
     code, _, err = command("submit", "spec.yaml", "--dry-run")

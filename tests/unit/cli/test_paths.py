@@ -1,4 +1,4 @@
-"""Files of the user that cannot be inspected. Their name is too long, because root can read every directory."""
+"""Paths that cannot be inspected. The tests use names that are too long, because root can read every directory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ LONG = "a" * 300
 
 
 @pytest.mark.usefixtures("screen")
-def test_the_file_of_a_list_is_an_error_and_not_a_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_file_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.txt").write_text("1")
     assert run(["data", "list", f"file://{tmp_path}/one.txt", LONG]) == 2
     assert capsys.readouterr().err.startswith(f"error: `{LONG}` cannot be written: File name too long\n")
 
 
-def test_a_report_in_such_a_directory_is_refused_before_the_start(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_junit_report_that_cannot_be_written_is_refused_before_the_submission(
+    screen: Screen, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["submit", "-", "--wait", "--junit", f"{LONG}/x.xml"]) == 2
     assert "the directory does not exist or is not writable" in capsys.readouterr().err
     assert not screen.store.list()
@@ -37,7 +39,7 @@ def test_a_report_in_such_a_directory_is_refused_before_the_start(screen: Screen
         (["validate", f"{LONG}.py"], 2, f"{LONG}.py: error: the file cannot be read"),
     ],
 )  # fmt: skip
-def test_paths_that_cannot_be_inspected_are_errors_and_not_crashes(
+def test_paths_that_cannot_be_inspected_are_errors(
     command: list[str],
     code: int,
     message: str,
@@ -52,7 +54,7 @@ def test_paths_that_cannot_be_inspected_are_errors_and_not_crashes(
 
 
 @pytest.mark.usefixtures("screen")
-def test_drafts_and_exports_at_such_paths(
+def test_init_accepts_and_export_refuses_a_path_that_cannot_be_inspected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

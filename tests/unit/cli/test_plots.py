@@ -60,6 +60,6 @@ def test_names_of_tasks_and_metrics_cannot_control_the_terminal() -> None:
     assert "\x07" not in found
 
 
-def test_a_legend_is_limited() -> None:
+def test_a_long_legend_is_cut() -> None:
     found = plot("many", {f"rank {number}": [(number, float(number)), (20, 1.0)] for number in range(64)})
     assert found.splitlines()[-1].endswith("@ rank 11, and 52 more")

@@ -29,7 +29,8 @@ from unit.state.stored import (
 )
 
 
-def failed(screen: Screen) -> str:
+def store_failed_workflow(screen: Screen) -> str:
+    """Store a workflow whose worker failed, with the output of its tasks, and return its id."""
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     task_log(screen.directory, record, "worker", [(T0 + 90, b"epoch 1\nRuntimeError: \x1b[31mshapes\x1b[0m differ\n")])
     task_log(screen.directory, record, "master", [(T0 + 90, b"epoch 1\n 10%\r" + b" 20% " * 50)])
@@ -37,24 +38,24 @@ def failed(screen: Screen) -> str:
 
 
 def test_a_failure_names_its_first_cause(screen: Screen) -> None:
-    assert screen.run("query", failed(screen)) == 0
+    assert screen.run("query", store_failed_workflow(screen)) == 0
     assert screen.err == ""
     assert_golden("query_failed.txt", screen.out)
 
 
-def test_verbose_adds_details_for_work_on_the_node(screen: Screen) -> None:
-    assert screen.run("query", failed(screen), "-v") == 0
+def test_verbose_adds_ids_processes_and_start_times(screen: Screen) -> None:
+    assert screen.run("query", store_failed_workflow(screen), "-v") == 0
     assert_golden("query_failed_verbose.txt", screen.out)
 
 
-def test_programs_get_one_document(screen: Screen) -> None:
-    assert screen.run("query", failed(screen), "--format-type", "json") == 0
+def test_json_output_is_one_document(screen: Screen) -> None:
+    assert screen.run("query", store_failed_workflow(screen), "--format-type", "json") == 0
     assert_golden("query_failed.json", screen.out)
     assert json.loads(screen.out)["groups"][0]["first_cause"]["task"] == "worker"
 
 
-def rescheduled(screen: Screen) -> str:
-    """A gang that completed in its second attempt."""
+def store_retried_workflow(screen: Screen) -> str:
+    """Store a workflow that completed in its second attempt, and return its id."""
     before, now = failed_group(), completed_group()
     assert before.cause is not None
     group = replace(
@@ -68,18 +69,18 @@ def rescheduled(screen: Screen) -> str:
 
 
 def test_earlier_attempts_are_listed_with_their_causes(screen: Screen) -> None:
-    assert screen.run("query", rescheduled(screen)) == 0
+    assert screen.run("query", store_retried_workflow(screen)) == 0
     assert_golden("query_retried.txt", screen.out)
 
 
 def test_verbose_shows_every_attempt(screen: Screen) -> None:
-    assert screen.run("query", rescheduled(screen), "-v") == 0
+    assert screen.run("query", store_retried_workflow(screen), "-v") == 0
     assert_golden("query_retried_verbose.txt", screen.out)
 
 
 def test_a_transfer_of_files_is_shown_until_it_is_complete(screen: Screen) -> None:
-    moves = TransferProgress(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
-    waiting = replace(running_group(), state=State.INITIALIZING, tasks=(task("master", State.INITIALIZING, transfer=moves),))
+    progress = TransferProgress(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
+    waiting = replace(running_group(), state=State.INITIALIZING, tasks=(task("master", State.INITIALIZING, transfer=progress),))
     record = submit(screen.store, workflow([waiting], state=WorkflowState.PENDING))
     with supervised(screen.directory):
         assert screen.run("query", record.uuid) == 0
@@ -209,7 +210,7 @@ def test_watch_on_a_terminal_is_erased_at_the_end(screen: Screen, monkeypatch: p
 
 
 def test_watch_of_an_ended_workflow_prints_it_once(screen: Screen) -> None:
-    assert screen.run("query", failed(screen), "--watch", "--exit-status") == 1
+    assert screen.run("query", store_failed_workflow(screen), "--watch", "--exit-status") == 1
     assert screen.out.startswith("digits-1: FAILED\n")
     assert "First cause: worker on worker-node, rank 11" in screen.out
     assert screen.run("query", "digits-1", "--watch", "-t", "json") == 0
@@ -225,7 +226,9 @@ def test_watch_of_an_ended_workflow_prints_it_once(screen: Screen) -> None:
     ],
 )
 @pytest.mark.parametrize("reason", [Reason.PEER_FAILED, Reason.EXEC_TIMEOUT])
-def test_a_stopped_task_has_one_exit_code(screen: Screen, reason: Reason, end: End, code: int, shown: str) -> None:
+def test_a_stopped_task_has_its_exit_code_in_text_and_json(
+    screen: Screen, reason: Reason, end: End, code: int, shown: str
+) -> None:
     group = failed_group()
     master, worker = group.tasks
     stopped = replace(master, reason=reason, end=end)

@@ -1,4 +1,4 @@
-"""Holders of resources of nodes: ``resource list --live``."""
+"""The users and tasks that hold resources of nodes: ``resource list --live``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_idle_nodes_are_reported_in_a_sentence() -> None:
     assert holders_text([(USAGE, Holders())], {}) == "Nothing is in use on these nodes.\n"
 
 
-def test_a_node_that_fails_is_named_once_and_not_called_idle() -> None:
+def test_a_node_that_cannot_be_inspected_is_not_reported_as_idle() -> None:
     failed = Holders(error="connection refused")
     assert holders_text([(USAGE, failed)], {}) == "n2: failed: connection refused\n"
     both = holders_text([(USAGE, failed), (USAGE, Holders())], {})

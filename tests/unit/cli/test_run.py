@@ -1,4 +1,4 @@
-"""The end of ``distflow run``."""
+"""Errors at the end of ``distflow run``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unit.cli.screen import Screen
 from unit.state.stored import workflow
 
 
-def test_the_failure_of_a_workflow_counts_more_than_that_of_the_fetch(
+def test_an_error_of_the_workflow_takes_precedence_over_an_error_of_the_fetch(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(error: Exception) -> None:

@@ -47,7 +47,7 @@ def sampled(screen: Screen) -> Iterator[WorkflowRecord]:
         yield record
 
 
-def test_query_shows_the_use_of_running_tasks(screen: Screen, sampled: WorkflowRecord) -> None:
+def test_query_shows_the_resource_usage_of_running_tasks(screen: Screen, sampled: WorkflowRecord) -> None:
     assert screen.run("query", sampled.id) == 0
     header, _, master, worker = screen.out.splitlines()[-4:]
     assert header.split()[7:] == ["CPU", "Memory", "GPU", "use", "GPU", "memory", "Last", "log", "line"]
@@ -61,7 +61,7 @@ def test_query_shows_the_use_of_running_tasks(screen: Screen, sampled: WorkflowR
     assert tasks["worker"]["usage"] is None
 
 
-def test_metrics_lists_the_series(screen: Screen, sampled: WorkflowRecord) -> None:
+def test_metrics_lists_the_sampled_series(screen: Screen, sampled: WorkflowRecord) -> None:
     assert screen.run("metrics", sampled.id, "--system") == 0
     assert_golden("metrics_system.txt", screen.out)
     assert screen.run("metrics", sampled.id, "-k", "system/gpu*/power", "-k", "loss") == 0
@@ -80,7 +80,7 @@ def test_a_plot_shows_each_series_of_a_pattern(screen: Screen, sampled: Workflow
     assert screen.err == f"{sampled.id} has no values of loss for the chosen task, rank or attempt\n"
 
 
-def test_programs_get_every_sample(screen: Screen, sampled: WorkflowRecord) -> None:
+def test_json_and_csv_contain_every_sample(screen: Screen, sampled: WorkflowRecord) -> None:
     assert screen.run("metrics", sampled.id, "-t", "json") == 0
     found = json.loads(screen.out)
     assert len(found["metrics"]) == 3
@@ -97,7 +97,7 @@ def test_programs_get_every_sample(screen: Screen, sampled: WorkflowRecord) -> N
     assert screen.run("metrics", sampled.id, "-t", "csv", "-k", "system/gpu10/*", "-k", "loss") == 2
 
 
-def test_the_series_are_in_the_python_api_and_in_completions(screen: Screen, sampled: WorkflowRecord) -> None:
+def test_samples_are_in_the_python_api_and_in_completions(screen: Screen, sampled: WorkflowRecord) -> None:
     import distflow
 
     (found,) = distflow.get(sampled.id).samples(task="master", most=2)
@@ -105,7 +105,7 @@ def test_the_series_are_in_the_python_api_and_in_completions(screen: Screen, sam
     assert {"loss", "system/gpu10/power"} <= set(metric_names(screen.client, sampled.id))
 
 
-def test_plots_have_seconds_on_their_axis(screen: Screen, sampled: WorkflowRecord) -> None:
+def test_plots_of_samples_have_seconds_on_their_axis(screen: Screen, sampled: WorkflowRecord) -> None:
     assert screen.run("metrics", sampled.id, "--system", "--plot") == 0
     assert "system/gpu*/utilization" in screen.out
     assert screen.out.splitlines()[-1] == "* master gpu2, + master gpu10"
@@ -133,8 +133,8 @@ def test_diagnose_and_why_report_idle_gpus(screen: Screen, sampled: WorkflowReco
     assert (group["message"], group["diagnoses"]) == (None, [])
     assert [(one["key"], one["task"]) for one in group["findings"]] == [("gpu-idle", "worker")]
     assert screen.run("why", sampled.id) == 0
-    words = "GPU 1 of worker on worker-node did nothing for the last 16 min, GPU 0 was 90% busy"
-    assert f"\nFinding    GPUs are reserved but not used: {words}\n" in screen.out
+    finding = "GPU 1 of worker on worker-node did nothing for the last 16 min, GPU 0 was 90% busy"
+    assert f"\nFinding    GPUs are reserved but not used: {finding}\n" in screen.out
     assert screen.run("diagnose", sampled.id, "--task", "master") == 0
     assert "Finding" not in screen.out
 
@@ -184,7 +184,7 @@ def test_wandb_gets_metrics_and_samples(
         rows = [row for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")) for row in history_of(path)]
         return rows if len(rows) == 8 else None
 
-    rows = wait_until(read, 30, "all rows: wandb writes the file in a process of its own")
+    rows = wait_until(read, 30, "all rows: wandb writes the file in a separate process")
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 4), (2, 2), (4, 1)]
     assert [(row["step"], row["system/gpu2/utilization"]) for row in rows if "system/gpu2/utilization" in row] == [
         (5 * n, 10 * n) for n in range(5)
@@ -195,7 +195,7 @@ def history_of(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run from the file that wandb would upload."""
     from wandb.proto import wandb_internal_pb2
 
-    record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009  wandb makes it when it is imported
+    record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009  wandb creates this attribute at import
 
     data, at, parts, rows = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):  # blocks of a log of LevelDB, after a header of 7 bytes

@@ -1,4 +1,4 @@
-"""The output about stacks and collectives of many processes."""
+"""The output of ``workflow stacks``: stacks of processes, and collectives of ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def task(
     python: str = "/opt/python",
 ) -> TaskStacks:  # fmt: skip
     node = Node(name=f"n-{name}", host="h", root="~/.distflow", python=python)
-    seen = None if error else {"tool": tool, "processes": list(processes), "host_rule": rule}
-    return TaskStacks(asked=InspectedTask(task=name, group="g", attempt="a", node=node), seen=seen, error=error)
+    answer = None if error else {"tool": tool, "processes": list(processes), "host_rule": rule}
+    return TaskStacks(asked=InspectedTask(task=name, group="g", attempt="a", node=node), seen=answer, error=error)
 
 
 def shown(*tasks: TaskStacks) -> str:
@@ -52,7 +52,7 @@ def test_equal_stacks_are_grouped_and_a_different_one_is_named() -> None:
     )
 
 
-def test_launchers_of_ranks_are_left_out_and_their_other_children_are_not() -> None:
+def test_launchers_are_left_out_if_their_ranks_are_known() -> None:
     launcher = process(5, "run", "main")
     ranks = [process(pid, "all_reduce", rank=pid - 6) | {"parent": 5} for pid in (6, 7)]
     loader = process(8, "read") | {"parent": 6}
@@ -96,10 +96,11 @@ def test_missing_stacks_are_reported_with_remedies() -> None:
         "n-b: Error: Permission Denied\n"
         "  only root may inspect processes there; to change that: sudo sysctl kernel.yama.ptrace_scope=0" in text
     )
-    assert "only root" not in shown(task("b", process(2, error="Error: Permission Denied"), rule=3))  # root may not, either
+    # With rule 3, not even root may inspect processes.
+    assert "only root" not in shown(task("b", process(2, error="Error: Permission Denied"), rule=3))
 
 
-def test_the_document_contains_stacks_and_errors() -> None:
+def test_json_contains_stacks_and_errors() -> None:
     tasks = [task("a", process(1, "f")), task("c", error="gone")]
     document = stacks_json("w-1", tasks)
     assert document["name"] == "w-1"
@@ -130,8 +131,8 @@ def rank_reports(
     for rank, (number, operation, is_over, entered) in reports.items():
         state = {"number": number, "operation": operation, "is_over": is_over, "entered": entered}
         collectives.append({"rank": rank, "groups": [{"name": "0 default_pg", "ranks": [*world], **state}]})
-    seen: dict[str, Any] = {"tool": None, "processes": [], "collectives": collectives}
-    return TaskStacks(asked=InspectedTask(task=name, group=group, attempt="a", node=node), seen=seen)
+    answer: dict[str, Any] = {"tool": None, "processes": [], "collectives": collectives}
+    return TaskStacks(asked=InspectedTask(task=name, group=group, attempt="a", node=node), seen=answer)
 
 
 def shown_collectives(*tasks: TaskStacks) -> str:
@@ -205,6 +206,6 @@ def test_many_missing_ranks_are_cut_and_control_characters_are_removed() -> None
     assert "\x1b" not in text
 
 
-def test_the_document_contains_the_report_of_each_rank() -> None:
-    seen = rank_reports("a", {0: IN_5})
-    assert stacks_json("w-1", [seen])["tasks"][0]["collectives"] == (seen.seen or {})["collectives"]
+def test_json_contains_the_report_of_each_rank() -> None:
+    stacks = rank_reports("a", {0: IN_5})
+    assert stacks_json("w-1", [stacks])["tasks"][0]["collectives"] == (stacks.seen or {})["collectives"]

@@ -1,4 +1,4 @@
-"""Tables."""
+"""Tables, colors, the width of terminals, and formats of times."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_tags_are_added_to_several_workflows_and_removed(screen: Screen) -> None
     assert screen.out.splitlines()[-1].split() == ["good", "1"]
 
 
-def test_a_filter_of_the_page_is_a_tag_or_a_label(screen: Screen) -> None:
+def test_the_web_page_filters_by_tag_or_label(screen: Screen) -> None:
     submit(screen.store, workflow([completed_group()]))
     assert screen.run("tag", "-w", "digits-1", "-a", "good") == 0
     for text, count in (("#good", 1), ("#good=1", 0)):
@@ -41,7 +41,7 @@ def test_missing_tags_are_reported_in_a_sentence(screen: Screen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["-a", "good"], "no workflow is given"),
         (["-w", "digits-1"], "no tag is given"),
@@ -49,8 +49,8 @@ def test_missing_tags_are_reported_in_a_sentence(screen: Screen) -> None:
         (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow `digits-9`"),
     ],
 )
-def test_an_incomplete_request_changes_nothing(screen: Screen, arguments: list[str], words: str) -> None:
+def test_an_incomplete_request_changes_nothing(screen: Screen, arguments: list[str], message: str) -> None:
     submit(screen.store, workflow([completed_group()]))
     assert screen.run("tag", *arguments) == 2
-    assert words in screen.err
+    assert message in screen.err
     assert screen.store.tags() == {}

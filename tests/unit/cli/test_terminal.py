@@ -1,3 +1,5 @@
+"""Progress lines on terminals and pipes."""
+
 from __future__ import annotations
 
 import io

@@ -69,7 +69,9 @@ def test_gpus_of_nodes_that_do_not_answer_are_unknown_and_not_free(screen: Scree
     assert text.splitlines()[-1] == "idle-node: connection refused"
 
 
-def test_json_contains_the_same_values(screen: Screen, busy: WorkflowRecord, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_workflows_nodes_and_gpus(
+    screen: Screen, busy: WorkflowRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
     with supervised(screen.directory):
         assert run(["top", "-t", "json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -84,7 +86,7 @@ def test_json_contains_the_same_values(screen: Screen, busy: WorkflowRecord, cap
             "values": {"utilization": 40, "memory": 4 << 30, "power": 300}, "state": "mine", "used_by": f"{busy.id}/master",
         }  # fmt: skip
         assert (gpus[7]["task"], gpus[8]["task"], gpus[8]["workflow_id"], len(gpus)) == ("master", None, None, 12)
-        assert (gpus[8]["state"], nodes["idle-node"]["gpus"][0]["state"]) == (None, None)  # no node can be reached
+        assert (gpus[8]["state"], nodes["idle-node"]["gpus"][0]["state"]) == (None, None)  # no node is reachable
         assert all(node["error"] for node in nodes.values())
         assert run(["top", "--pool", "other"]) == 0
         printed = capsys.readouterr().out
@@ -93,7 +95,7 @@ def test_json_contains_the_same_values(screen: Screen, busy: WorkflowRecord, cap
         assert run(["top", "--pool", "none"]) == 2
 
 
-def test_top_shows_other_uses_of_gpus(screen: Screen, busy: WorkflowRecord) -> None:
+def test_top_shows_gpus_that_other_workflows_and_processes_use(screen: Screen, busy: WorkflowRecord) -> None:
     alice = Holder(user="alice", attempt=f"{'7e' * 16}/train/w/0", label="bert-7/w", pid=7, gpus=(0, 1))
     elsewhere = Holder(user=user_name(), attempt=f"{'7f' * 16}/train/w/0", label="mine-2/w", pid=8, gpus=(2, -1, 10**9))
     answers = {

@@ -35,7 +35,7 @@ def test_autocast_is_recommended_if_the_strategy_cannot_set_the_precision(
     assert (chosen["precision"], chosen["autocast"]) == (precision, bool(count))
 
 
-def test_advice_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_as_json_contains_the_strategy_and_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--params", "70b", "--gpus", "16", "--gpu-memory", "80Gi", "--format-type", "json"]
     assert run(["train", "advise", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)

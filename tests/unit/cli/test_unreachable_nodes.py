@@ -12,11 +12,11 @@ from distflow.structs import replace
 from unit.cli.screen import Screen
 from unit.state.stored import T0, running_group, submit, supervised, task, workflow
 
-AWAY = Outage(since=T0 + 60, error="me@10.0.0.2:22: it does not answer\nis the machine on?")
+OUTAGE = Outage(since=T0 + 60, error="me@10.0.0.2:22: it does not answer\nis the machine on?")
 
 
 def _group_with_unreachable_worker() -> GroupRecord:
-    worker = replace(task("worker", State.RUNNING), outage=AWAY)
+    worker = replace(task("worker", State.RUNNING), outage=OUTAGE)
     return replace(running_group(), tasks=(task("master", State.RUNNING), worker))
 
 
@@ -36,27 +36,27 @@ def test_query_names_an_unreachable_node_and_its_error(screen: Screen) -> None:
     tasks = json.loads(screen.out)["groups"][0]["tasks"]
     assert [one["out_of_reach"] for one in tasks] == [
         None,
-        {"since": "2025-04-11T21:32:07.000", "began_at": "2025-04-11T21:32:07.000Z", "error": AWAY.error},
+        {"since": "2025-04-11T21:32:07.000", "began_at": "2025-04-11T21:32:07.000Z", "error": OUTAGE.error},
     ]
 
 
 def test_an_ended_task_is_not_listed_as_unreachable() -> None:
-    ended = replace(task("worker"), outage=AWAY)
+    ended = replace(task("worker"), outage=OUTAGE)
     assert cancel_json(_record(replace(running_group(), tasks=(task("master"), ended)))) == []
 
 
 def test_changes_include_lost_and_recovered_nodes() -> None:
     before, after = _record(running_group()), _record(_group_with_unreachable_worker())
-    assert list(changes(before, after)) == [f"worker-node: unreachable: {AWAY.error.splitlines()[0]}"]
+    assert list(changes(before, after)) == [f"worker-node: unreachable: {OUTAGE.error.splitlines()[0]}"]
     assert list(changes(after, after)) == []
     assert list(changes(after, before)) == ["worker-node: reachable again"]
 
 
 def test_cancel_reports_its_effect_on_unreachable_nodes() -> None:
     record = replace(_record(_group_with_unreachable_worker()), id="digits-1")
-    words = list(cancel_words(record, 120.0))
-    assert words[0].startswith(f"worker-node has been unreachable since {local_second(AWAY.since)}: me@10.0.0.2:22")
-    assert words[1] == (
+    lines = list(cancel_words(record, 120.0))
+    assert lines[0].startswith(f"worker-node has been unreachable since {local_second(OUTAGE.since)}: me@10.0.0.2:22")
+    assert lines[1] == (
         "  worker may still run on worker-node and will be stopped as soon as it responds."
         f" If that takes longer than `node_lost_after` (120 s), {record.id} ends without them."
     )
@@ -64,7 +64,7 @@ def test_cancel_reports_its_effect_on_unreachable_nodes() -> None:
 
 
 def test_a_lost_task_of_an_ended_workflow_is_reported() -> None:
-    gone = "worker-node has been unreachable for 2 min: it does not answer"
-    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, orphan=OrphanState.UNREACHABLE)
+    message = "worker-node has been unreachable for 2 min: it does not answer"
+    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=message, orphan=OrphanState.UNREACHABLE)
     record = _record(replace(running_group(), tasks=(task("master"), lost)))
-    assert list(left_behind(record)) == [f"worker: {gone}; it may still run there until worker-node responds"]
+    assert list(left_behind(record)) == [f"worker: {message}; it may still run there until worker-node responds"]

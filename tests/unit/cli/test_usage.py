@@ -30,7 +30,7 @@ OSMO: dict[str, dict[str, set[str]]] = {
     "-t": {"--task": {"workflow logs", "workflow events"}},
     "-w": {"--workflow": {"workflow tag"}, "--workflow-id": {"task list"}},
 }
-"""Short options to which OSMO's client gives other meanings than distflow, with the commands. `dataset` is like `data`."""
+"""Short options that have another meaning in commands of OSMO, with these commands. `dataset` is like `data`."""
 
 OWN = {"-o": {"--output": {"workflow report"}}}
 """Short options with the meaning that they have in most programs."""
@@ -61,8 +61,8 @@ def test_a_short_option_has_one_meaning_except_where_osmo_has_others() -> None:
                     found[short][max(parameter.opts, key=len)].add(name)
     assert sorted(found) == sorted(MEANINGS)
     for short, uses in found.items():
-        forced = OSMO.get(short, {}) | OWN.get(short, {})
-        assert {long: uses.pop(long) for long in forced} == forced, short
+        exceptions = OSMO.get(short, {}) | OWN.get(short, {})
+        assert {long: uses.pop(long) for long in exceptions} == exceptions, short
         assert list(uses) == [MEANINGS[short]] * bool(MEANINGS[short]), (short, uses)
 
 

@@ -21,9 +21,9 @@ from distflow.structs import replace
 from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
 
-BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.0004)
-RIGHT = Clock(offset_s=0.0002, uncertainty_s=0.0004)
-KERNEL = (
+CLOCK_BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.0004)
+CORRECT_CLOCK = Clock(offset_s=0.0002, uncertainty_s=0.0004)
+KERNEL_LINES = (
     "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/job,task_memcg=/job,task=python3,pid=9001,uid=1000",
     "Memory cgroup out of memory: Killed process 9001 (python3) total-vm:323784kB, anon-rss:60800kB",
 )
@@ -35,31 +35,32 @@ def gang() -> GroupRecord:
     assert group.cause is not None
     cause = replace(
         group.cause, reason=Reason.OOM_KILLED, message="out of memory: the kernel killed process 9001 (python3)", pid=9001,
-        clock=BEHIND, rivals=("third",), kernel=KERNEL, traceback='Traceback (most recent call last):\n  File "train.py"',
+        clock=CLOCK_BEHIND, rivals=("third",), kernel=KERNEL_LINES,
+        traceback='Traceback (most recent call last):\n  File "train.py"',
     )  # fmt: skip
     master, worker = group.tasks
     assert master.end is not None
     assert worker.end is not None
-    own = End(ended_at=T0 + 90.5, exit_code=1, clock=RIGHT)
+    own = End(ended_at=T0 + 90.5, exit_code=1, clock=CORRECT_CLOCK)
     return replace(
         group,
         cause=cause,
         tasks=(
-            replace(master, end=replace(master.end, stopped_at=T0 + 90.2, started_at=T0 + 12, clock=RIGHT)),
-            replace(worker, reason=Reason.OOM_KILLED, end=replace(worker.end, clock=BEHIND)),
+            replace(master, end=replace(master.end, stopped_at=T0 + 90.2, started_at=T0 + 12, clock=CORRECT_CLOCK)),
+            replace(worker, reason=Reason.OOM_KILLED, end=replace(worker.end, clock=CLOCK_BEHIND)),
             task("bystander", State.FAILED, reason=Reason.EXIT_CODE, end=own, ended_at=T0 + 90.5),
             task("third", State.FAILED, reason=Reason.EXIT_CODE, end=own, ended_at=T0 + 90.0001),
         ),
     )
 
 
-def failed(screen: Screen) -> WorkflowRecord:
+def store_failed_workflow(screen: Screen) -> WorkflowRecord:
     """Store a workflow with the gang, the output of the bystander, and events of unreachable nodes."""
     upstream = replace(running_group(), name="report", state=State.FAILED, reason=Reason.UPSTREAM, tasks=(),
                        message="upstream group training did not complete: FAILED_EVICTED")  # fmt: skip
     record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
     task_log(screen.directory, record, "bystander", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
-    away = [
+    outages = [
         EventRecord(at=T0 + at, details=details, workflow=record.uuid)
         for at, details in (
             (50, NodeBecameUnreachable(node="master-node", error="no route to host\ntry the network")),
@@ -68,18 +69,18 @@ def failed(screen: Screen) -> WorkflowRecord:
             (500, NodeBecameUnreachable(node="master-node", error="long after it")),
         )
     ]
-    screen.store.save([], away)
+    screen.store.save([], outages)
     return record
 
 
 def test_why_prints_cause_timeline_and_clocks(screen: Screen) -> None:
-    assert screen.run("why", failed(screen).id) == 0
+    assert screen.run("why", store_failed_workflow(screen).id) == 0
     assert screen.err == ""
     assert_golden("why_failed.txt", screen.out)
 
 
-def test_programs_get_one_document(screen: Screen) -> None:
-    assert screen.run("why", failed(screen).id, "-g", "training", "-t", "json") == 0
+def test_json_output_is_one_document(screen: Screen) -> None:
+    assert screen.run("why", store_failed_workflow(screen).id, "-g", "training", "-t", "json") == 0
     assert_golden("why_failed.json", screen.out)
     (group,) = json.loads(screen.out)["groups"]
     assert [one["offset_s"] for one in group["timeline"]] == sorted(one["offset_s"] for one in group["timeline"])
@@ -87,7 +88,7 @@ def test_programs_get_one_document(screen: Screen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "words"),
+    ("record", "expected"),
     [
         (workflow([completed_group()]), "digits-1 completed, so there is no failure to explain"),
         (
@@ -104,31 +105,32 @@ def test_programs_get_one_document(screen: Screen) -> None:
     ],
     ids=["completed", "running", "canceled"],
 )
-def test_why_explains_the_state_if_nothing_failed(screen: Screen, record: WorkflowRecord, words: str) -> None:
+def test_why_explains_the_state_if_nothing_failed(screen: Screen, record: WorkflowRecord, expected: str) -> None:
     stored = submit(screen.store, record)
     if record.cancel is not None:
         event = EventRecord(at=T0, details=CancelRequested(user="ada"), workflow=stored.uuid)
         screen.store.request_cancel(stored.uuid, record.cancel, event)
     with supervised(screen.directory):
         assert screen.run("why", stored.id) == 0
-        assert screen.out == f"{words}\n"
+        assert screen.out == f"{expected}\n"
         assert screen.run("why", stored.id, "-t", "json") == 0
     answer = json.loads(screen.out)
-    assert (answer["message"], answer["groups"]) == (words, [])
+    assert (answer["message"], answer["groups"]) == (expected, [])
 
 
 def test_a_chosen_group_that_did_not_fail_is_not_explained_by_another_one(screen: Screen) -> None:
     group = failed_group()
     other = replace(group, name="other", tasks=tuple(replace(one, name=f"{one.name}-2") for one in group.tasks))
     record = submit(screen.store, workflow([completed_group(), other], state=WorkflowState.FAILED))
-    words = f"training: COMPLETED\nFailed groups: `other`. Details: distflow workflow why {record.id}\n"
+    expected = f"training: COMPLETED\nFailed groups: `other`. Details: distflow workflow why {record.id}\n"
     assert screen.run("why", record.id, "--group", "training") == 0
-    assert screen.out == words
+    assert screen.out == expected
     assert screen.run("diagnose", record.id, "--task", "master") == 0
-    assert screen.out.startswith(words)
+    assert screen.out.startswith(expected)
 
 
-def retried(screen: Screen) -> str:
+def store_retried_workflow(screen: Screen) -> str:
+    """Store a workflow that completed in its second attempt, and return its id."""
     before, now = failed_group(), completed_group()
     assert before.cause is not None
     group = replace(
@@ -142,7 +144,7 @@ def retried(screen: Screen) -> str:
 
 
 def test_an_earlier_attempt_is_explained_on_request(screen: Screen) -> None:
-    workflow_id = retried(screen)
+    workflow_id = store_retried_workflow(screen)
     assert screen.run("why", workflow_id) == 0
     assert f"training was retried after a failure. Details: distflow workflow why {workflow_id} -r 0" in screen.out
     assert screen.run("why", workflow_id, "-r", "0") == 0
@@ -152,7 +154,7 @@ def test_an_earlier_attempt_is_explained_on_request(screen: Screen) -> None:
 
 
 def test_unknown_attempts_and_groups_are_errors(screen: Screen) -> None:
-    workflow_id = retried(screen)
+    workflow_id = store_retried_workflow(screen)
     assert screen.run("why", workflow_id, "-r", "2") == 2
     assert "no attempt 2" in screen.err
     assert "the last one is 1" in screen.err
@@ -174,8 +176,10 @@ def test_a_group_that_timed_out_has_a_message_and_no_cause(screen: Screen) -> No
 
 
 @pytest.mark.parametrize("command", ["why", "diagnose", "query"])
-def test_a_huge_output_is_not_read_to_explain_a_failure(screen: Screen, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    record = failed(screen)
+def test_only_a_small_part_of_a_huge_output_is_read_to_explain_a_failure(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    record = store_failed_workflow(screen)
     task_log(screen.directory, record, "worker", [(T0 + 80, b"x")])
     path = screen.directory.logs / record.uuid / "training" / "worker" / "0" / "output.log"
     with path.open("r+b") as log:
@@ -200,17 +204,17 @@ def test_a_huge_output_is_not_read_to_explain_a_failure(screen: Screen, monkeypa
     assert longest[0] < 5000
 
 
-NODE = "/home/me/.local/share/distflow/node/distflow-node/0123456789abcdef0123456789abcdef/training/node-0/1/"
+ATTEMPT_DIRECTORY = "/home/me/.local/share/distflow/node/distflow-node/0123456789abcdef0123456789abcdef/training/node-0/1/"
 
 
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        (f'  File "{NODE}work/train.py", line 3, in load', '  File "train.py", line 3, in load'),
-        (f"open({NODE}work/data/a.csv) and {NODE}work/b", "open(data/a.csv) and b"),
-        (f'File "{NODE}files/code/train.py"', 'File "/code/train.py"'),
-        (f'File "/my disk{NODE}work/x"', f'File "/my disk{NODE}work/x"'),
-        (f'File "{NODE}output/x"', f'File "{NODE}output/x"'),
+        (f'  File "{ATTEMPT_DIRECTORY}work/train.py", line 3, in load', '  File "train.py", line 3, in load'),
+        (f"open({ATTEMPT_DIRECTORY}work/data/a.csv) and {ATTEMPT_DIRECTORY}work/b", "open(data/a.csv) and b"),
+        (f'File "{ATTEMPT_DIRECTORY}files/code/train.py"', 'File "/code/train.py"'),
+        (f'File "/my disk{ATTEMPT_DIRECTORY}work/x"', f'File "/my disk{ATTEMPT_DIRECTORY}work/x"'),
+        (f'File "{ATTEMPT_DIRECTORY}output/x"', f'File "{ATTEMPT_DIRECTORY}output/x"'),
         ('File "/opt/venv/lib/torch/nn.py", line 1', 'File "/opt/venv/lib/torch/nn.py", line 1'),
         ("/a" * 20_000 + "/distflow-node/", "/a" * 20_000 + "/distflow-node/"),
     ],

@@ -23,7 +23,7 @@ STEPS = (
     "scheduling_start_time", "initializing_start_time", "input_download_start_time", "input_download_end_time",
     "output_upload_start_time",
 )  # fmt: skip
-IN, OWN = DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/own")
+SHARED_INPUT, WORKER_INPUT = DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/own")
 
 
 def with_data(record: WorkflowRecord) -> Plan:
@@ -31,7 +31,7 @@ def with_data(record: WorkflowRecord) -> Plan:
     plan = plan_of(record)
     (group,) = plan.groups
     master, worker = group.launches
-    launches = (replace(master, url_inputs=(IN,)), replace(worker, url_inputs=(IN, OWN)))
+    launches = (replace(master, url_inputs=(SHARED_INPUT,)), replace(worker, url_inputs=(SHARED_INPUT, WORKER_INPUT)))
     return replace(plan, groups=(replace(group, launches=launches),))
 
 
@@ -45,7 +45,7 @@ def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
 
 
 def test_times_of_a_tasks_steps_are_included_if_known() -> None:
-    carried = (
+    transfers = (
         TransferRecord(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
         TransferRecord(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
         TransferRecord(
@@ -59,7 +59,7 @@ def test_times_of_a_tasks_steps_are_included_if_known() -> None:
         ),
         TransferRecord(data=DataRef(DataKind.WRITE, 0), task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
     )
-    group = replace(running_group(), transfer_results=carried)
+    group = replace(running_group(), transfer_results=transfers)
     record = replace(workflow(), groups=(group,))
     plan = with_data(record)
     second = int(T0 % 60)
@@ -72,7 +72,7 @@ def test_times_of_a_tasks_steps_are_included_if_known() -> None:
         "worker 0": [at(1), at(2), at(2), at(7), at(22)],
     }
     # Nodes fetched the first input themselves, and an older supervisor recorded no start of the second.
-    old = replace(group, transfer_results=(replace(carried[0], is_direct=True), replace(carried[1], since=None)))
+    old = replace(group, transfer_results=(replace(transfers[0], is_direct=True), replace(transfers[1], since=None)))
     record = replace(record, groups=(old,))
     assert steps(record, plan)["worker 0"] == [at(1), at(2), None, at(7), None]
     assert steps(record, plan)["master 0"] == [at(1), at(2), None, None, None]
@@ -103,7 +103,7 @@ def test_a_workflow_has_a_timeout_if_all_groups_have_the_same() -> None:
 def test_documents_match_their_schemas() -> None:
     moving = TransferProgress(sent=1, total=2, bytes_per_s=0.5, at=T0)
     waiting = replace(running_group(), state=State.INITIALIZING, running_at=None)
-    away = replace(
+    unreachable = replace(
         waiting,
         tasks=(
             task("master", State.INITIALIZING, transfer=moving, ended_at=None),
@@ -113,7 +113,7 @@ def test_documents_match_their_schemas() -> None:
     records = [
         workflow((completed_group(),)),
         workflow((failed_group(),), state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
-        workflow((away,), state=WorkflowState.PENDING),
+        workflow((unreachable,), state=WorkflowState.PENDING),
     ]
     metrics = {"training": Latest(task="master", attempt=0, rank=None, step=3, values={"loss": 0.5})}
     for record in records:

@@ -16,7 +16,7 @@ from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy
 from unit.state.stored import plan_of, running_group, submit, supervised, workflow
 
 
-def found(record: WorkflowRecord) -> AdoptableWorkflow:
+def adoptable(record: WorkflowRecord) -> AdoptableWorkflow:
     attempts = {
         f"{record.uuid}/training/{name}/0": AdoptedAttempt(node=f"{name}-node", phase="running")
         for name in ("master", "worker")
@@ -27,7 +27,7 @@ def found(record: WorkflowRecord) -> AdoptableWorkflow:
     )
 
 
-def test_workflow_that_was_submitted_meanwhile_is_skipped_and_others_are_adopted(tmp_path: Path) -> None:
+def test_a_workflow_that_is_already_stored_is_skipped_and_others_are_adopted(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     ours, theirs = (
         workflow([running_group()], state=WorkflowState.RUNNING, name=name, number=number)
@@ -37,7 +37,7 @@ def test_workflow_that_was_submitted_meanwhile_is_skipped_and_others_are_adopted
         submit(store, ours)
     with supervised(directory), Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
         mine = set_profile_notify(client, ["{command: [sh]}"])
-        adopted = _adopt(client, [found(ours), found(theirs)], False)
+        adopted = _adopt(client, [adoptable(ours), adoptable(theirs)], False)
     assert [(one.uuid, one.skipped) for one in adopted] == [(theirs.uuid, "")]
     with Store(directory.store) as store:
         assert [event.kind for event in store.events(ours.uuid)] == []

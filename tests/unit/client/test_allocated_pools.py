@@ -36,10 +36,11 @@ def test_required_topology_is_refused_and_other_keys_cause_warnings(
     spec = tmp_path / "near.yaml"
     spec.write_text(SPEC.replace("KIND", "required"))
     assert (run([*command, str(spec), "--pool", "hpc"]) == 0) is ("validate" in command)
-    grade = "warning" if "validate" in command else "error"
+    severity = "warning" if "validate" in command else "error"
     shown = capsys.readouterr()
     assert (
-        f"near.yaml:5: {grade}: pool `hpc` cannot place tasks by `topology`: slurm chooses its nodes\n" in shown.out + shown.err
+        f"near.yaml:5: {severity}: pool `hpc` cannot place tasks by `topology`: slurm chooses its nodes\n"
+        in shown.out + shown.err
     )
     assert "write `requirementType: preferred` to run anyway" in shown.out + shown.err
     spec.write_text(SPEC.replace("KIND", "preferred"))

@@ -1,4 +1,4 @@
-"""The client is a library: it prints nothing, reads no arguments, and every public name can be imported when it is needed."""
+"""The client is a library: it prints nothing, reads no arguments, and imports its public names on first use."""
 
 from __future__ import annotations
 

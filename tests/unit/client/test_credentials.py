@@ -24,7 +24,7 @@ from distflow.structs import replace
         ({"auth": base64.b64encode(b"me:word").decode()}, "me:word"),
     ],
 )
-def test_logins_are_gathered_for_pools_with_containers(
+def test_registry_logins_are_gathered_only_for_pools_with_containers(
     payload: dict[str, str], login: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = StateDirectory(tmp_path_factory.mktemp("state"))
@@ -33,9 +33,9 @@ def test_logins_are_gathered_for_pools_with_containers(
     launch = Launch(task="t", lead=True, argv=("true",), environment={}, image="registry.example/a")
     plan = Plan(name="p", pool="x", groups=(GroupPlan(name="g", launches=(launch,)),))
     bare = Node(name="n", host="", root="", python="")
-    for node, wanted in ((bare, {}), (replace(bare, container="podman"), {"@registry:registry.example": login})):
+    for node, expected in ((bare, {}), (replace(bare, container="podman"), {"@registry:registry.example": login})):
         found = gather_secrets(plan, Pool(name="x", backend="local", nodes=(node,)), directory, {})
-        assert {name: base64.b64decode(value.reveal()).decode() for name, value in found.items()} == wanted
+        assert {name: base64.b64decode(value.reveal()).decode() for name, value in found.items()} == expected
 
 
 def test_a_secret_with_a_nul_byte_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:

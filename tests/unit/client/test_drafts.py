@@ -30,8 +30,8 @@ def nodes(*gpus: int | None) -> list[Node]:
     return [replace(ssh_node(), name=f"n{number}", host="n", gpus=count) for number, count in enumerate(gpus)]
 
 
-def loaded(draft: Draft, folder: Path) -> WorkflowSpec:
-    """Return the spec of a draft, which must have no finding."""
+def load_draft(draft: Draft, folder: Path) -> WorkflowSpec:
+    """Return the spec of a draft. Fail if the spec has a problem."""
     spec, problems = load_spec_text(spec_text(draft), "spec.yaml", folder)
     assert problems == ()
     return spec
@@ -41,7 +41,7 @@ def words_of(spec: WorkflowSpec) -> list[str]:
     return [word.value for word in spec.groups[0].tasks[0].command]
 
 
-def test_any_arguments_arrive_unchanged(project: Path) -> None:
+def test_arguments_are_written_to_the_spec_unchanged(project: Path) -> None:
     words = [
         "train.py",
         "--lr",
@@ -57,7 +57,7 @@ def test_any_arguments_arrive_unchanged(project: Path) -> None:
         "ä",
         "-",
     ]
-    spec = loaded(complete_draft(draft_command(words, folder=project), [], count=2), project)
+    spec = load_draft(complete_draft(draft_command(words, folder=project), [], count=2), project)
     assert words_of(spec) == ["python3", *words]
     assert [(task.name, task.lead, task.launcher.kind) for task in spec.groups[0].tasks] == [
         ("node-0", True, "torchrun"),
@@ -67,8 +67,8 @@ def test_any_arguments_arrive_unchanged(project: Path) -> None:
     assert spec.name == "train"
 
 
-def test_tokens_keep_their_meaning(project: Path) -> None:
-    spec = loaded(complete_draft(draft_command(["train.py", "--to", "{{output}}/m"], folder=project), []), project)
+def test_tokens_are_not_escaped(project: Path) -> None:
+    spec = load_draft(complete_draft(draft_command(["train.py", "--to", "{{output}}/m"], folder=project), []), project)
     assert words_of(spec)[-1] == "{{output}}/m"
 
 
@@ -83,17 +83,17 @@ def test_tokens_keep_their_meaning(project: Path) -> None:
         (["nvidia-smi"], "command", "nvidia-smi"),
     ],
 )
-def test_the_launcher_follows_from_the_command(project: Path, words: list[str], launcher: str, name: str) -> None:
+def test_the_launcher_and_the_name_depend_on_the_command(project: Path, words: list[str], launcher: str, name: str) -> None:
     draft = draft_command(words, folder=project)
     assert (draft.launcher, draft.name) == (launcher, name)
-    loaded(complete_draft(draft, [], count=2, ranks=2), project)
+    load_draft(complete_draft(draft, [], count=2, ranks=2), project)
 
 
 def test_one_process_needs_no_launcher(project: Path) -> None:
     assert complete_draft(draft_command(["train.py"], folder=project), []).launcher == "command"
 
 
-def test_torchruns_options_become_numbers_of_the_spec(project: Path) -> None:
+def test_options_of_torchrun_become_fields_of_the_draft(project: Path) -> None:
     line = (
         "torchrun --nnodes=2 --nproc-per-node 8 --rdzv_backend=c10d --rdzv-endpoint $HOST:1 --max-restarts 3 --tee 3 "
         "train.py --nnodes 5"
@@ -102,9 +102,8 @@ def test_torchruns_options_become_numbers_of_the_spec(project: Path) -> None:
     assert (draft.nodes, draft.ranks, draft.max_restarts) == (2, 8, 3)
     assert draft.command == ("python3", "train.py", "--nnodes", "5")
     assert draft.notes == ("`--tee 3` of torchrun has no counterpart, so it is left out",)
-    spec, _ = load_spec_text(
-        spec_text(complete_draft(draft, [])), "spec.yaml", project
-    )  # a warning: torchrun numbers the nodes
+    # The ignored problem is a warning, because torchrun numbers the nodes.
+    spec, _ = load_spec_text(spec_text(complete_draft(draft, [])), "spec.yaml", project)
     assert spec.groups[0].tasks[1].launcher.max_restarts == 3
 
     module = draft_command(["python", "-m", "torch.distributed.run", "--nnodes", "1:4", "-m", "pkg.main", "-x"], folder=project)
@@ -131,7 +130,7 @@ def test_torchruns_options_become_numbers_of_the_spec(project: Path) -> None:
         ([0, 0], {}, (None, 1)),
     ],
 )
-def test_gpus_and_processes_follow_from_the_nodes(
+def test_numbers_of_gpus_and_ranks_depend_on_the_nodes(
     project: Path, gpus: list[int | None], given: dict[str, Any], expected: tuple[int | None, int]
 ) -> None:
     draft = complete_draft(draft_command(["train.py"], folder=project), nodes(*gpus), count=2, **given)
@@ -139,7 +138,7 @@ def test_gpus_and_processes_follow_from_the_nodes(
 
 
 @pytest.mark.parametrize(
-    ("written", "gpus", "given", "expected"),
+    ("value", "gpus", "given", "expected"),
     [
         ("gpu", [8, 8], {}, 8),
         ("auto", [None, None], {"gpus": 4}, 4),
@@ -150,15 +149,15 @@ def test_gpus_and_processes_follow_from_the_nodes(
         ("$N", [8, 8], {}, "--nproc-per-node N"),
     ],
 )
-def test_torchruns_keywords_for_the_number_of_processes(
-    project: Path, written: str, gpus: list[int | None], given: dict[str, Any], expected: int | str
+def test_keywords_of_nproc_per_node_become_a_number_or_an_error(
+    project: Path, value: str, gpus: list[int | None], given: dict[str, Any], expected: int | str
 ) -> None:
-    draft = draft_command(["torchrun", "--nproc_per_node", written, "train.py"], folder=project)
+    draft = draft_command(["torchrun", "--nproc_per_node", value, "train.py"], folder=project)
     if isinstance(expected, int):
         complete = complete_draft(draft, nodes(*gpus), count=2, must_know=True, **given)
         assert (complete.ranks, complete.notes) == (expected, ())
         return
-    with pytest.raises(InputError, match=f"`--nproc_per_node {re.escape(written)}` is not known\\n.*{expected}"):
+    with pytest.raises(InputError, match=f"`--nproc_per_node {re.escape(value)}` is not known\\n.*{expected}"):
         complete_draft(draft, nodes(*gpus), count=2, must_know=True, **given)
     assert expected in complete_draft(draft, nodes(*gpus), count=2, **given).notes[0]
 

@@ -50,7 +50,7 @@ def one_task(**keys: object) -> str:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda path: path.stem)
-def test_scripts_are_as_the_goldens_show(
+def test_slurm_scripts_match_their_goldens(
     spec: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if spec.stem == "shapes":
@@ -91,13 +91,13 @@ def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
     exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch", "--force")
 
 
-def test_text_that_looks_like_a_placeholder_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_that_looks_like_a_placeholder_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = one_task(command=["sed", "s/@@VERSION@@/1/", "a.txt"])
     out, _ = exported(capsys, spec, "--to", "slurm")
     assert "sed 's/@@VERSION@@/1/' a.txt" in out or "sed s/@@VERSION@@/1/ a.txt" in out
 
 
-def test_secrets_are_variables_that_must_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_not_exported(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = exported(capsys, one_task(), "--to", "slurm", "--set-env", "TOKEN=hunter2", "--format-type", "json")
     document = json.loads(out)
     assert "hunter2" not in out + err
@@ -144,12 +144,12 @@ def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pyt
         ((), "--to"),
     ],
 )
-def test_wrong_options_are_one_error(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_errors(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(), *arguments]) in (2, 4)
     assert message in capsys.readouterr().err
 
 
-def test_a_pool_without_slurm_has_no_options(
+def test_a_pool_without_slurm_options_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("DISTFLOW_CONFIG")
@@ -157,7 +157,7 @@ def test_a_pool_without_slurm_has_no_options(
     assert "the pool `local` has no Slurm options" in capsys.readouterr().err
 
 
-def test_debug_of_a_group_without_ranks_reaches_osmo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_of_a_group_without_ranks_is_exported_to_osmo(capsys: pytest.CaptureFixture[str]) -> None:
     group = {"name": "g", "debug": True, "tasks": [{"name": "a", "image": "i", "command": ["true"]}]}
     Path("spec.yaml").write_text(json.dumps({"workflow": {"name": "one", "groups": [group]}}))
     out, _ = exported(capsys, "spec.yaml", "--to", "osmo")
@@ -165,7 +165,7 @@ def test_debug_of_a_group_without_ranks_reaches_osmo(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["task_dir", "address_only"])
-def test_a_variable_of_the_script_cannot_be_one_of_the_spec(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_cannot_set_a_variable_that_the_script_uses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(environment={name: "x"}), "--to", "slurm"]) == 2
     assert f"the variable `{name}` (from `environment` or --env) is one that the script itself uses" in capsys.readouterr().err
 
@@ -190,7 +190,7 @@ def foreign_keys(text: str) -> set[str]:
     return {key for key in used_keys(document) - osmo_keys() if not key.startswith("task.exitActions.")}
 
 
-def commands_of(text: str, folder: Path) -> list[str]:
+def command_words(text: str, folder: Path) -> list[str]:
     """Return the words of all commands that distflow would run for a spec, with the port and address as OSMO has them."""
     spec, _ = load_spec_text(text, "spec.yaml", folder)
     keys = {file.bundle for group in spec.groups for task in group.tasks for file in task.files} | {LIBRARY}
@@ -208,7 +208,7 @@ def layout_of(text: str, folder: Path) -> dict[str, tuple[TaskRanks, ...]]:
 
 
 @pytest.mark.parametrize("spec", sorted(OSMO.glob("*.yaml")), ids=lambda path: path.stem)
-def test_specs_for_osmo_are_as_the_goldens_show(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_osmo_specs_match_their_goldens(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = exported(capsys, str(spec), "--to", "osmo")
     golden = spec.with_suffix(".txt")
     found = out + "".join(f"\n# stderr: {line}" for line in err.replace(f"{spec.parent}/", "").splitlines())
@@ -244,7 +244,7 @@ SETS = {"hello_world": "greeting=Ahoy"} | dict.fromkeys(
 @pytest.mark.parametrize(
     "name", ["combination", "environment", "exec_timeout", "files", "labels", "serial", "template", "topology"]
 )
-def test_specs_of_osmo_are_kept(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_specs_written_for_osmo_are_exported_unchanged(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     spec = GOLDENS.parent / "osmo" / f"{name}.yaml"
     out, _ = exported(capsys, str(spec), "--to", "osmo")
     heading, text = out[: -len(spec.read_text())], out[-len(spec.read_text()) :]
@@ -252,18 +252,18 @@ def test_specs_of_osmo_are_kept(name: str, capsys: pytest.CaptureFixture[str]) -
     assert all(line.startswith("#") for line in heading.splitlines())
 
 
-def test_commands_of_a_spec_for_osmo_are_those_that_distflow_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_exported_to_osmo_has_the_commands_that_distflow_runs(capsys: pytest.CaptureFixture[str]) -> None:
     spec = OSMO / "launcher.yaml"
     out, _ = exported(capsys, str(spec), "--to", "osmo")
-    wanted = commands_of(spec.read_text(), spec.parent)
-    assert "torch.distributed.run" in wanted
-    assert "{% y {#" in wanted
+    expected = command_words(spec.read_text(), spec.parent)
+    assert "torch.distributed.run" in expected
+    assert "{% y {#" in expected
     # The hostfile of DeepSpeed is a file of the task in OSMO.
-    wanted = [word.replace("@@ATTEMPT_DIR@@/config", "@@ATTEMPT_DIR@@/files/tmp/distflow/config") for word in wanted]
-    assert commands_of(out, spec.parent) == wanted
+    expected = [word.replace("@@ATTEMPT_DIR@@/config", "@@ATTEMPT_DIR@@/files/tmp/distflow/config") for word in expected]
+    assert command_words(out, spec.parent) == expected
 
 
 @pytest.mark.parametrize("option", [("--pool", "cluster"), ("--env", "A=b"), ("--setup", "true")])
-def test_options_of_slurm_have_no_effect_for_osmo(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_slurm_are_refused_for_osmo(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(), "--to", "osmo", *option]) == 2
     assert f"{option[0]} has no effect on a spec for OSMO" in capsys.readouterr().err

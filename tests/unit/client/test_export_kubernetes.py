@@ -44,20 +44,23 @@ def spec_of(*tasks: dict[str, Any], workflow: Any = None, **group: Any) -> str:
     return "spec.yaml"
 
 
-RANKS = (
+TASKS_WITH_RETRY = (
     {"name": "a", "lead": True, "ranks": {"size": 8}, "volumeMounts": ["/data:/d"], "exitActions": {"RESCHEDULE": "3"}},
     {"name": "b", "ranks": {"size": 8}, "volumeMounts": ["/data:/d"]},
 )
 
 
-NOT_RETRIED: tuple[dict[str, Any], ...] = ({key: value for key, value in RANKS[0].items() if key != "exitActions"}, RANKS[1])
-TORCHRUN: tuple[dict[str, Any], ...] = tuple(
+TASKS_WITHOUT_RETRY: tuple[dict[str, Any], ...] = (
+    {key: value for key, value in TASKS_WITH_RETRY[0].items() if key != "exitActions"},
+    TASKS_WITH_RETRY[1],
+)
+TORCHRUN_TASKS: tuple[dict[str, Any], ...] = tuple(
     {
         "command": ["python3", "train.py", "--epochs", "3"],
         "files": [{"path": "train.py", "contents": "print()\n"}],
         **one,
     }
-    for one in NOT_RETRIED
+    for one in TASKS_WITHOUT_RETRY
 )
 
 
@@ -68,12 +71,12 @@ TORCHRUN: tuple[dict[str, Any], ...] = tuple(
         ("gpus", "trainjob"),
     ],
 )
-def test_manifests_are_as_the_goldens_show_and_valid(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifests_match_their_goldens_and_are_valid(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     spec = str(SPECS / f"{name}.yaml")
     if name == "gpus":
         torchrun = {"launcher": "torchrun", "timeout": {"exec_timeout": "1h"}}
-        tasks = {"jobset": RANKS, "job": NOT_RETRIED, "trainjob": TORCHRUN}[kind]
+        tasks = {"jobset": TASKS_WITH_RETRY, "job": TASKS_WITHOUT_RETRY, "trainjob": TORCHRUN_TASKS}[kind]
         spec = spec_of(*tasks, **(torchrun if kind == "trainjob" else {}))
     options = {"jobset": ["kubernetes"], "job": ["kubernetes", "--indexed-job"], "trainjob": ["trainjob"]}[kind]
     assert run(["workflow", "export", spec, "--to", *options]) == 0, capsys.readouterr().err
@@ -129,7 +132,7 @@ def test_the_lead_stops_other_tasks_only_if_their_status_is_ignored(capsys: pyte
     assert run(["workflow", "export", independent, "--to", "kubernetes"]) == 0
     assert run(["workflow", "export", independent, "--to", "slurm"]) == 0
     assert ".ended" not in capsys.readouterr().out
-    world = spec_of(*NOT_RETRIED, ignoreNonleadStatus=True)
+    world = spec_of(*TASKS_WITHOUT_RETRY, ignoreNonleadStatus=True)
     assert run(["workflow", "export", world, "--to", "slurm"]) == 0
     assert '[ $task != a ] || { echo $status > "$run_dir/$task.ended"; exit 1; }' in capsys.readouterr().out
     assert run(["workflow", "export", world, "--to", "kubernetes"]) == 2
@@ -142,7 +145,7 @@ def test_the_lead_stops_other_tasks_only_if_their_status_is_ignored(capsys: pyte
         (({"name": "a", "lead": True}, {"name": "b"}), "tasks that are stopped when the lead has completed"),
         (({"name": "a", "inputs": [{"url": "https://example.com/x"}]},), "inputs or outputs at URLs"),
         (
-            ({**RANKS[0]}, {**RANKS[1], "image": "other"}),
+            ({**TASKS_WITH_RETRY[0]}, {**TASKS_WITH_RETRY[1], "image": "other"}),
             "task b has other resources, another image or other mounts",
         ),
         (({"name": "a", "credentials": {"c": "/secret"}},), "credentials"),
@@ -182,12 +185,12 @@ def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
 
 
 def test_an_indexed_job_that_would_not_be_retried_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["workflow", "export", spec_of(*RANKS), "--to", "kubernetes", "--indexed-job"]) == 2
+    assert run(["workflow", "export", spec_of(*TASKS_WITH_RETRY), "--to", "kubernetes", "--indexed-job"]) == 2
     what = "RESCHEDULE of `exitActions`, which a JobSet supports, but an Indexed Job does not"
     assert f"spec.yaml:1: error: a manifest cannot express this part of task a: {what}\n" in capsys.readouterr().err
 
 
-def test_a_variable_of_the_pods_cannot_be_one_of_the_spec(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_cannot_set_a_variable_that_the_pods_use(capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of({"name": "a", "environment": {"node_name": "x"}})
     assert run(["workflow", "export", spec, "--to", "kubernetes", "--pool", "pods"]) == 2
     assert (
@@ -195,26 +198,26 @@ def test_a_variable_of_the_pods_cannot_be_one_of_the_spec(capsys: pytest.Capture
     )
 
 
-def test_a_manifest_can_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_with_secrets_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", spec_of({"name": "a"}), "--to", "kubernetes", "--set-env", "TOKEN=x"]) == 2
     assert "cannot express this part of task a: the secrets of --set-env" in capsys.readouterr().err
 
 
 def test_a_manifest_of_an_elastic_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["workflow", "export", spec_of(*NOT_RETRIED, elastic={"min": 1}), "--to", "kubernetes"]) == 2
+    assert run(["workflow", "export", spec_of(*TASKS_WITHOUT_RETRY, elastic={"min": 1}), "--to", "kubernetes"]) == 2
     assert "cannot express this part of group g: `elastic`" in capsys.readouterr().err
 
 
-def test_a_manifest_cannot_stop_a_group_on_missing_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["workflow", "export", spec_of(*RANKS, stop_on_missing_ranks=True), "--to", "kubernetes"]) == 2
+def test_a_manifest_with_stop_on_missing_ranks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", spec_of(*TASKS_WITH_RETRY, stop_on_missing_ranks=True), "--to", "kubernetes"]) == 2
     assert "cannot express this part of group g: `stop_on_missing_ranks`" in capsys.readouterr().err
-    assert run(["workflow", "export", spec_of(*RANKS, stop_on_missing_ranks=False), "--to", "kubernetes"]) == 0
+    assert run(["workflow", "export", spec_of(*TASKS_WITH_RETRY, stop_on_missing_ranks=False), "--to", "kubernetes"]) == 0
 
 
 @pytest.mark.parametrize("options", [["kubernetes"], ["kubernetes", "--indexed-job"], ["trainjob"]])
 def test_all_objects_have_the_labels_of_the_spec(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     labels = {"team": "vision", "example.com/Stage": "b_2"}
-    spec = spec_of(*TORCHRUN, launcher="torchrun", workflow={"labels": labels})
+    spec = spec_of(*TORCHRUN_TASKS, launcher="torchrun", workflow={"labels": labels})
     assert run(["workflow", "export", spec, "--to", *options]) == 0, capsys.readouterr().err
     *others, job = [one["metadata"]["labels"] for one in yaml.safe_load_all(capsys.readouterr().out)]
     assert job == {**labels, "kueue.x-k8s.io/queue-name": "team-a"}
@@ -240,7 +243,7 @@ def test_all_objects_have_the_labels_of_the_spec(options: list[str], capsys: pyt
 def test_specs_that_a_train_job_cannot_express_are_errors_with_their_lines(
     change: dict[str, Any], group: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = spec_of(TORCHRUN[0], {**TORCHRUN[1], **change}, **{"launcher": "torchrun", **group})
+    spec = spec_of(TORCHRUN_TASKS[0], {**TORCHRUN_TASKS[1], **change}, **{"launcher": "torchrun", **group})
     assert run(["workflow", "export", spec, "--to", "trainjob"]) == 2
     shown = capsys.readouterr().err
     assert message in shown
@@ -256,7 +259,7 @@ def test_a_train_job_has_one_group_and_the_settings_of_its_runtime(folder: Path,
         r"pipeline.yaml:\d+: error: a TrainJob has one group of tasks, but this workflow has 3", capsys.readouterr().err
     )
     (folder / "distflow.yaml").write_text(json.dumps(CONFIGURATION).replace('"queue"', '"scheduler": "volcano", "queue"'))
-    assert run(["workflow", "export", spec_of(*TORCHRUN, launcher="torchrun"), "--to", "trainjob"]) == 2
+    assert run(["workflow", "export", spec_of(*TORCHRUN_TASKS, launcher="torchrun"), "--to", "trainjob"]) == 2
     assert "a TrainJob takes `scheduler` from its runtime, but the pool `pods` sets it" in capsys.readouterr().err
 
 
@@ -303,11 +306,11 @@ def test_a_train_job_with_a_pod_template_or_a_priority_class_is_an_error(
     (folder / "distflow.yaml").write_text(
         json.dumps({"pools": {"pods": {**pool, "kubernetes": {**pool["kubernetes"], key: value}}}})
     )
-    assert run(["workflow", "export", spec_of(*TORCHRUN, launcher="torchrun"), "--to", "trainjob"]) == 2
+    assert run(["workflow", "export", spec_of(*TORCHRUN_TASKS, launcher="torchrun"), "--to", "trainjob"]) == 2
     assert f"a TrainJob takes `{key}` from its runtime, but the pool `pods` sets it" in capsys.readouterr().err
 
 
-def test_files_and_options_have_limits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_files_and_options_of_other_targets_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "big.bin").write_bytes(os.urandom(1 << 20))
     big = spec_of({"name": "a", "files": [{"path": "big.bin", "localpath": "big.bin"}]})
     assert run(["workflow", "export", big, "--to", "kubernetes"]) == 2

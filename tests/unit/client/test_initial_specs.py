@@ -1,6 +1,6 @@
 """``distflow init``: from scripts for Slurm, from torchrun's command lines, from answers, and from samples.
 
-``goldens/sbatch`` has a script for each form that people write, and next to it the spec that it becomes.
+``goldens/sbatch`` has a script of each common form, and next to it the expected spec.
 """
 
 from __future__ import annotations
@@ -109,21 +109,21 @@ def test_an_exported_script_becomes_a_spec_of_the_same_layout(
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("value", "expected"),
     [
         ("90", "90m"), ("12:30", "750s"), ("1:00:00", "1h"), ("00:30:00", "30m"), ("2-00", "48h"), ("1-12:30", "2190m"),
         ("0", ""), ("UNLIMITED", ""),
     ],
 )  # fmt: skip
-def test_time_limits_of_slurm(folder: Path, written: str, expected: str) -> None:
-    assert draft_sbatch(f"#SBATCH --time={written}\npython train.py\n", folder=folder).exec_timeout == expected
+def test_time_limits_of_slurm_become_durations(folder: Path, value: str, expected: str) -> None:
+    assert draft_sbatch(f"#SBATCH --time={value}\npython train.py\n", folder=folder).exec_timeout == expected
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"), [("gpu:0", 0), ("gpu", 1), ("gpu:a100", 1), ("gpu:a100:4", 4), ("lustre", None)]
+    ("value", "expected"), [("gpu:0", 0), ("gpu", 1), ("gpu:a100", 1), ("gpu:a100:4", 4), ("lustre", None)]
 )
-def test_gpus_of_gres(folder: Path, written: str, expected: int | None) -> None:
-    assert draft_sbatch(f"#SBATCH --gres={written}\npython train.py\n", folder=folder).gpus == expected
+def test_the_number_of_gpus_is_read_from_gres(folder: Path, value: str, expected: int | None) -> None:
+    assert draft_sbatch(f"#SBATCH --gres={value}\npython train.py\n", folder=folder).gpus == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_gpus_of_gres(folder: Path, written: str, expected: int | None) -> None:
         ("#SBATCH --nodes=2 \\\npython train.py\n", "line 1 has a backslash at the end"),
     ],
 )
-def test_scripts_that_cannot_be_translated(folder: Path, text: str, message: str) -> None:
+def test_scripts_that_cannot_be_translated_are_errors(folder: Path, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         draft_sbatch(text, folder=folder)
 
@@ -149,7 +149,7 @@ def test_scripts_that_cannot_be_translated(folder: Path, text: str, message: str
         "srun env OMP_NUM_THREADS=4 torchrun --nproc_per_node 2 train.py",
     ],
 )
-def test_the_processes_of_torchrun_are_kept_under_srun(folder: Path, line: str) -> None:
+def test_options_of_torchrun_are_found_in_commands_of_srun(folder: Path, line: str) -> None:
     draft = draft_sbatch(f"#SBATCH -N 2 -J fine:tune\n{line}\n", folder=folder)
     assert (draft.nodes, draft.ranks, draft.command, draft.launcher) == (2, 2, ("python3", "train.py"), "torchrun")
     assert draft.name == "fine-tune"
@@ -183,7 +183,9 @@ def test_torchruns_command_line_becomes_a_spec(folder: Path) -> None:
             draft_from_torchrun(line)
 
 
-def test_one_process_for_each_gpu_of_the_default_pool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nproc_per_node_gpu_becomes_the_number_of_gpus_of_the_default_pool(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["init", "--force", "--from-torchrun", "torchrun --nproc_per_node gpu train.py"]
     assert run(command) == 0
     assert "note:" not in capsys.readouterr().err
@@ -200,8 +202,8 @@ def test_questions_appear_only_on_a_terminal(
     monkeypatch.setattr(sys, "stdin", Keyboard("\nmany\n2\n8\n"))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(["init"]) == 0
-    asked = capsys.readouterr().err
-    assert "Command for each node [train.py]: Number of nodes [1]: Write a whole number.\nNumber of nodes [1]: GPUs" in asked
+    prompts = capsys.readouterr().err
+    assert "Command for each node [train.py]: Number of nodes [1]: Write a whole number.\nNumber of nodes [1]: GPUs" in prompts
     group = load_spec("train.yaml")[0].groups[0]
     assert [(task.name, task.launcher.kind) for task in group.tasks] == [("node-0", "torchrun"), ("node-1", "torchrun")]
     monkeypatch.setattr(sys, "stdin", Keyboard(""))
@@ -210,7 +212,7 @@ def test_questions_appear_only_on_a_terminal(
 
 
 @pytest.mark.parametrize(
-    ("options", "place"),
+    ("options", "pool_option"),
     [
         (["--gpus", "8"], ""),
         (["--nodes", "3", "--gpus", "4"], " --pool large"),
@@ -218,15 +220,15 @@ def test_questions_appear_only_on_a_terminal(
     ],
 )
 def test_the_shown_command_has_the_options_that_the_job_needs(
-    folder: Path, options: list[str], place: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, options: list[str], pool_option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["init", "deep/my job", "--command", "train.py", *options]) == 0
-    assert capsys.readouterr().err == f"Run it: distflow submit 'deep/my job.yaml'{place} --wait\n"
-    assert f"# Run it: distflow submit 'my job.yaml'{place} --wait\n" in Path("deep/my job.yaml").read_text()
+    assert capsys.readouterr().err == f"Run it: distflow submit 'deep/my job.yaml'{pool_option} --wait\n"
+    assert f"# Run it: distflow submit 'my job.yaml'{pool_option} --wait\n" in Path("deep/my job.yaml").read_text()
     assert load_spec("deep/my job.yaml")[0].name == "my-job"
 
 
-def test_existing_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_replaced_only_with_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "deep/job.yaml", "--command", "train.py", "--gpus", "2", "-t", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"files": ["deep/job.yaml"], "notes": []}
     assert load_spec("deep/job.yaml")[0].name == "job"
@@ -246,7 +248,9 @@ def test_existing_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("option", ["--nodes", "--gpus", "--nproc-per-node"])
-def test_a_sample_has_its_own_numbers(option: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_for_numbers_cannot_be_combined_with_a_sample(
+    option: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["init", "--sample", "resume", option, "2"]) == 2
     assert capsys.readouterr().err == f"error: --sample and {option} cannot be combined\nremove one of them\n"
     assert [path.name for path in folder.iterdir()] == ["train.py"]

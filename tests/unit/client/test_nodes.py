@@ -1,3 +1,5 @@
+"""Workflow ids in messages from nodes, and arguments that are refused."""
+
 from __future__ import annotations
 
 import pytest

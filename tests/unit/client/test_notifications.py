@@ -174,7 +174,9 @@ def test_target_that_does_not_answer_does_not_delay_others(
         (("sh", "-c", "sleep 600 & wait"), "sh ran longer than 0.3 s and was killed"),
     ],
 )
-def test_a_command_that_fails_or_hangs(command: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_or_hangs_is_an_error(
+    command: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(delivery, "_COMMAND_S", 0.3)
     with pytest.raises(NotifyError) as caught:
         delivery.deliver(NotifyTarget(command=command), sample(Trigger.FAILED), "")
@@ -210,7 +212,7 @@ def test_process_sends_due_notifications_unless_another_process_does(client: Cli
 def test_a_login_in_the_url_becomes_a_header(receiver: Receiver) -> None:
     url = receiver.url.replace("http://", "http://me:a%40b@")
     delivery.deliver(NotifyTarget(credential="team"), sample(Trigger.FAILED), url)
-    assert receiver.logins == [f"Basic {base64.b64encode(b'me:a@b').decode()}"]
+    assert receiver.authorizations == [f"Basic {base64.b64encode(b'me:a@b').decode()}"]
 
 
 def test_a_server_without_a_valid_certificate_gets_nothing(receiver: Receiver, tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_missing_credential_ends_the_notification(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "expected"),
     [
         (f"http://127.example/{SECRET}", "http:// would send it without encryption"),
         (f"https:///{SECRET}", "has no host"),
@@ -248,10 +250,10 @@ def test_missing_credential_ends_the_notification(client: Client) -> None:
         (f"https://[{SECRET}/", "is not a URL"),
     ],
 )
-def test_a_credential_without_a_usable_url_is_refused(client: Client, url: str, words: str) -> None:
+def test_a_credential_without_a_usable_url_is_refused(client: Client, url: str, expected: str) -> None:
     set_url(client, "team", url)
     (problem,) = target_problems(client, [NotifyTarget(credential="team", where=Mark("spec.yaml", 4))])
-    assert words in problem.message
+    assert expected in problem.message
     assert problem.as_text().startswith("spec.yaml:4: error: the ")
     assert SECRET not in problem.as_text()
 
@@ -291,20 +293,20 @@ def test_broken_apprise_or_a_bug_does_not_delay_other_notifications(
     assert not client.store.has_notices()
 
 
-def test_full_disk_does_not_repeat_a_message_forever(
+def test_a_full_disk_does_not_repeat_a_message_forever(
     client: Client, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def is_full(*_: object) -> None:
+    def raise_error(*_: object) -> None:
         raise StateError("the disk is full")
 
     record = stored(client, NotifyTarget(url=receiver.url))
     with monkeypatch.context() as full:
-        full.setattr(client.store, "count_delivery", is_full)
+        full.setattr(client.store, "count_delivery", raise_error)
         with pytest.raises(StateError):
             send_notices(client)
     assert receiver.received == []
     with monkeypatch.context() as full:
-        full.setattr(client.store, "finish_notice", is_full)
+        full.setattr(client.store, "finish_notice", raise_error)
         for _ in range(7):
             with pytest.raises(StateError):
                 send_notices(client)
@@ -317,12 +319,12 @@ def test_full_disk_does_not_repeat_a_message_forever(
 
 
 def test_unreachable_servers_do_not_delay_others(client: Client) -> None:
-    dead = [stored(client, NotifyTarget(url=f"http://127.0.0.1:9/{number}")) for number in range(9)]
+    unreachable = [stored(client, NotifyTarget(url=f"http://127.0.0.1:9/{number}")) for number in range(9)]
     quick = stored(client, NotifyTarget(command=("true",)))
     send_notices(client, pauses_s=(2.0,))
     (sent,) = client.store.events(quick.uuid)
     assert isinstance(sent.details, NotificationSent)
-    assert all(sent.sequence < event.sequence for record in dead for event in client.store.events(record.uuid))
+    assert all(sent.sequence < event.sequence for record in unreachable for event in client.store.events(record.uuid))
 
 
 def test_server_gets_one_message_at_a_time(client: Client, receiver: Receiver) -> None:
@@ -372,7 +374,7 @@ def test_profile_has_its_own_targets(client: Client, receiver: Receiver) -> None
     assert client.profile_notify() == ()
 
 
-def test_a_relative_command_is_searched_where_it_will_run(
+def test_a_relative_command_is_searched_in_the_home_directory(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("home", "elsewhere"):

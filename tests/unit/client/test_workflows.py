@@ -28,7 +28,7 @@ def test_waiting_by_name_does_not_switch_to_a_newer_run(key: str, tmp_path: Path
     first = submit(store, workflow(state=WorkflowState.RUNNING))
 
     def submit_another(_: float) -> None:
-        monkeypatch.setattr(workflows, "pause", lambda _: pytest.fail("the wait goes on after the end of its workflow"))
+        monkeypatch.setattr(workflows, "pause", lambda _: pytest.fail("the wait continues after the end of its workflow"))
         submit(store, workflow(state=WorkflowState.RUNNING, number=2, at=T0 + 60))
         store.save([replace(first, state=WorkflowState.COMPLETED, ended_at=T0 + 90)], [])
 
@@ -119,7 +119,7 @@ class EndedCommand:
 
 
 @pytest.mark.parametrize(("code", "reported"), [(0, 1), (3, 3)])
-def test_a_command_has_one_exit_code_if_its_end_cannot_be_shown(code: int, reported: int) -> None:
+def test_a_command_whose_end_cannot_be_shown_has_a_nonzero_exit_code(code: int, reported: int) -> None:
     def on_exit(_: int, end: Exit) -> None:
         raise BrokenPipeError
 

@@ -1,6 +1,6 @@
-"""The rules on lines that no CPU provokes (texts of CUDA, NCCL and the driver, as their sources have them), and their order.
+"""The rules of the diagnosis and their order, mostly with messages of CUDA, NCCL and the driver from their sources.
 
-What a CPU can suffer is provoked for real in ``tests/train/test_diagnose.py``.
+``tests/train/test_diagnose.py`` causes the failures that need no GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LOST = "RuntimeError: [pair.cc:537] Read error [10.0.0.1]:45283: Connection rese
 
 
 def case(*lines: str, first: str = "", other: str = LOST, **end: Any) -> Case:
-    """A gang whose worker printed ``lines`` and whose master lost it; ``end`` is the worker's."""
+    """Return a gang whose worker printed ``lines`` and whose master printed ``other``. ``end`` is the worker's end."""
     worker = replace(WORKER, lines=lines, **end)
-    verdict = FirstFailure(task="worker", rank="11", message=first) if first else None
-    return Case(outcomes=(replace(MASTER, lines=(other,)), worker), first=verdict)
+    failure = FirstFailure(task="worker", rank="11", message=first) if first else None
+    return Case(outcomes=(replace(MASTER, lines=(other,)), worker), first=failure)
 
 
 OUT_OF_MEMORY = """
@@ -84,23 +84,23 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
         ("the strategy is for 8 ranks (2 × 4), but there are 4: start 8", "mesh-too-big", "the mesh has 8 places, but the"),
     ],
 )
-def test_what_only_a_gpu_shows_is_known_by_its_text(line: str, key: str, found: str) -> None:
-    told = diagnose(case("step 12", line, first="exit code 1"))
-    assert [one.key for one in told] == [key]
-    assert found in told[0].found
-    assert told[0].line == line
-    assert told[0].task == "worker"
+def test_a_message_is_recognized_by_its_rule(line: str, key: str, found: str) -> None:
+    diagnoses = diagnose(case("step 12", line, first="exit code 1"))
+    assert [one.key for one in diagnoses] == [key]
+    assert found in diagnoses[0].found
+    assert diagnoses[0].line == line
+    assert diagnoses[0].task == "worker"
 
 
-def test_two_precisions_are_not_two_devices() -> None:
-    told = diagnose(
+def test_different_precisions_are_not_different_devices() -> None:
+    diagnoses = diagnose(
         case("RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be …")
     )
-    assert [one.key for one in told] == ["peer-died"]
+    assert [one.key for one in diagnoses] == ["peer-died"]
 
 
-def test_the_kernels_word_outranks_all_others() -> None:
-    told = diagnose(
+def test_a_message_of_the_kernel_outranks_all_others() -> None:
+    diagnoses = diagnose(
         case(
             "MemoryError",
             "RuntimeError: CUDA error: invalid device ordinal",
@@ -109,42 +109,44 @@ def test_the_kernels_word_outranks_all_others() -> None:
             kernel=("Out of memory: Killed process 9 (python3)",),
         )
     )
-    assert [one.key for one in told] == ["host-memory"]
-    assert told[0].found == "worker on gpu2: out of memory: the kernel killed process 9"
-    assert told[0].line == "Out of memory: Killed process 9 (python3)"
+    assert [one.key for one in diagnoses] == ["host-memory"]
+    assert diagnoses[0].found == "worker on gpu2: out of memory: the kernel killed process 9"
+    assert diagnoses[0].line == "Out of memory: Killed process 9 (python3)"
 
 
-def test_a_fault_of_a_gpu_stands_in_the_kernels_log() -> None:
-    told = diagnose(case(LOST, first="exit code 1", kernel=("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",)))
-    assert [one.key for one in told] == ["gpu-fault"]
+def test_a_fault_of_a_gpu_is_found_in_the_kernel_log() -> None:
+    diagnoses = diagnose(
+        case(LOST, first="exit code 1", kernel=("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",))
+    )
+    assert [one.key for one in diagnoses] == ["gpu-fault"]
 
 
-def test_a_bystander_never_outranks_the_first_to_fail() -> None:
-    (told,) = diagnose(case("ValueError: a label that is none", first="exit code 1: ValueError: a label that is none"))
-    assert told.key == "peer-died"
-    assert told.found == (
+def test_a_lost_connection_is_traced_to_the_first_failure() -> None:
+    (diagnosis,) = diagnose(case("ValueError: a label that is none", first="exit code 1: ValueError: a label that is none"))
+    assert diagnosis.key == "peer-died"
+    assert diagnosis.found == (
         "rank 11 (worker on gpu2) failed first: exit code 1: ValueError: a label that is none; "
         "master on gpu1 then lost the connection"
     )
 
 
-def test_what_others_overcame_is_not_the_cause_of_an_unknown_failure() -> None:
-    (told,) = diagnose(
+def test_an_error_of_another_task_is_not_the_cause_of_an_unknown_failure() -> None:
+    (diagnosis,) = diagnose(
         case("AssertionError", first="exit code 1", other="FileNotFoundError: [Errno 2] No such file or directory: 'x'")
     )
-    assert (told.key, told.task) == ("peer-died", "worker")
+    assert (diagnosis.key, diagnosis.task) == ("peer-died", "worker")
 
 
-def test_where_nobody_is_known_to_be_first_the_cause_still_outranks_the_loss() -> None:
-    told = diagnose(case("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    assert [one.key for one in told] == ["gpu-memory"]
+def test_a_cause_outranks_a_lost_connection_without_a_known_first_failure() -> None:
+    diagnoses = diagnose(case("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert [one.key for one in diagnoses] == ["gpu-memory"]
 
 
-def test_a_port_and_an_address_of_this_machine_are_right_on_one_node() -> None:
+def test_a_loopback_address_is_wrong_only_between_nodes() -> None:
     line = "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:18349$0"
     assert [one.key for one in diagnose(case(line))] == ["wrong-interface"]
-    there = tuple(replace(one, node="gpu1") for one in case(line).outcomes)
-    assert [one.key for one in diagnose(Case(outcomes=there))] == ["collective-timeout"]
+    outcomes = tuple(replace(one, node="gpu1") for one in case(line).outcomes)
+    assert [one.key for one in diagnose(Case(outcomes=outcomes))] == ["collective-timeout"]
 
 
 @pytest.mark.parametrize(
@@ -168,27 +170,27 @@ def test_a_port_and_an_address_of_this_machine_are_right_on_one_node() -> None:
         ({"reason": Reason.EXIT_CODE, "exit_code": 3}, []),
     ],
 )
-def test_ends_tell_by_themselves(end: dict[str, Any], keys: list[str]) -> None:
+def test_the_end_of_a_task_is_diagnosed_without_a_message(end: dict[str, Any], keys: list[str]) -> None:
     assert [one.key for one in diagnose(case("step 12", other="step 12", **end))] == keys
 
 
-def test_torchruns_store_waits_for_machines_and_not_for_ranks() -> None:
+def test_torchruns_store_may_count_nodes_instead_of_ranks() -> None:
     line = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
-    (told,) = diagnose(case(line, other="step 12"))
-    assert (told.key, told.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 arrived")
+    (diagnosis,) = diagnose(case(line, other="step 12"))
+    assert (diagnosis.key, diagnosis.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 arrived")
     (wrong,) = diagnose(case(line.replace("1/2", "15/24"), other="step 12"))
     assert (wrong.key, wrong.found) == ("world-size-mismatch", "worker on gpu2 waits for 24 ranks, but the layout has 16")
 
 
-def test_a_key_names_a_rank_only_in_the_world_of_all() -> None:
+def test_a_key_names_a_rank_only_in_the_default_process_group() -> None:
     line = "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /{}//cpu//0/5"
-    (told,) = diagnose(case(line.format("default_pg/0"), other="step 12"))
-    assert (told.key, told.found) == ("rank-missing", "rank 5 (master on gpu1) did not arrive; worker on gpu2 waited")
+    (diagnosis,) = diagnose(case(line.format("default_pg/0"), other="step 12"))
+    assert (diagnosis.key, diagnosis.found) == ("rank-missing", "rank 5 (master on gpu1) did not arrive; worker on gpu2 waited")
     (other,) = diagnose(case(line.format("7"), other="step 12"))
     assert (other.key, other.found) == ("rank-missing", "worker on gpu2 waited")
 
 
-def test_silence_is_told_beside_what_ranks_say() -> None:
+def test_a_hang_is_reported_before_a_timeout_of_ranks() -> None:
     silent = replace(
         case("Timed out waiting 3000ms for recv operation to complete", other="step 12"), silence="no task has printed"
     )
@@ -198,7 +200,7 @@ def test_silence_is_told_beside_what_ranks_say() -> None:
     ]
 
 
-def test_every_rule_is_complete_and_has_a_key_of_its_own() -> None:
+def test_every_rule_is_complete_and_has_a_unique_key() -> None:
     every = (*RULES, *END_RULES)
     assert len({rule.key for rule in every}) == len(every)
     for rule in every:
@@ -219,21 +221,21 @@ ValueError: bad label"""
 
 
 def raised(*lines: str, traceback: str = STACK) -> Case:
-    """A gang whose worker's rank 11 ended with an exception."""
+    """Return a gang in which rank 11, of the worker, ended with an exception."""
     before = case(*lines)
     return replace(before, first=FirstFailure(task="worker", rank="11", message="exit code 1", traceback=traceback))
 
 
 def test_an_exception_that_no_rule_knows_is_the_cause() -> None:
-    (told,) = diagnose(raised("step 12", "[rank12]: RuntimeError: Connection closed by peer [10.0.0.1]:45283"))
-    assert (told.key, told.task, told.traceback) == ("exception", "worker", STACK)
-    assert told.found == (
+    (diagnosis,) = diagnose(raised("step 12", "[rank12]: RuntimeError: Connection closed by peer [10.0.0.1]:45283"))
+    assert (diagnosis.key, diagnosis.task, diagnosis.traceback) == ("exception", "worker", STACK)
+    assert diagnosis.found == (
         "rank 11 (worker on gpu2) raised ValueError: bad label (/data/train.py, line 15); "
         "master on gpu1, rank 12 (worker on gpu2) then lost the connection"
     )
 
 
-def test_the_rank_that_failed_first_is_not_one_of_those_that_lost_it() -> None:
+def test_the_rank_that_failed_first_is_not_listed_among_those_that_lost_the_connection() -> None:
     (found,) = diagnose(raised("step 12", "[rank11]: RuntimeError: Connection closed by peer [10.0.0.1]:45283"))
     assert found.found == (
         "rank 11 (worker on gpu2) raised ValueError: bad label (/data/train.py, line 15); "
@@ -241,26 +243,26 @@ def test_the_rank_that_failed_first_is_not_one_of_those_that_lost_it() -> None:
     )
 
 
-def test_an_exception_that_a_rule_knows_is_told_by_the_rule() -> None:
+def test_an_exception_that_a_rule_knows_is_diagnosed_by_the_rule() -> None:
     missing = STACK.replace("ValueError: bad label", "ModuleNotFoundError: No module named 'flash'")
     assert [one.key for one in diagnose(raised(*missing.splitlines(), traceback=missing))] == ["module-missing"]
     lost = STACK.replace("ValueError: bad label", "RuntimeError: Connection closed by peer [10.0.0.1]:45283")
     assert [one.key for one in diagnose(raised(*lost.splitlines(), traceback=lost))] == ["peer-died"]
 
 
-def test_no_reason_that_a_task_fails_for_by_itself_is_left_without_a_diagnosis() -> None:
+def test_each_reason_for_a_failed_task_has_a_diagnosis() -> None:
     explained_elsewhere = {
         Reason.EXIT_CODE: "by its output",
         Reason.SIGNAL: "by the signal",
         Reason.PEER_FAILED: "by the task that failed first",
         Reason.UPSTREAM: "in the group that failed",
-        Reason.CANCELED: "a person did it",
+        Reason.CANCELED: "a user did it",
         Reason.SUBMISSION: "never ran",
         Reason.PREEMPTED: "never set",
     }
     for reason in set(Reason) - set(explained_elsewhere):
         first = "exit code 127: whatever it was"
-        told = diagnose(case("step 12", other="step 12", first=first, reason=reason, kernel=("Killed process 9",)))
-        assert told, reason
-        assert told[0].remedy
-        assert "worker on gpu2: exit code 127" in told[0].found, "what the message says is repeated"
+        diagnoses = diagnose(case("step 12", other="step 12", first=first, reason=reason, kernel=("Killed process 9",)))
+        assert diagnoses, reason
+        assert diagnoses[0].remedy
+        assert "worker on gpu2: exit code 127" in diagnoses[0].found, "the message is not repeated"

@@ -1,4 +1,4 @@
-"""Findings in the use of resources."""
+"""Inefficient use of resources: the findings of each rule."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ T0 = 1_700_000_000.0
 Value = float | None | Callable[[float], float | None]
 
 
-def use(task: str = "worker", /, **given: Value) -> ResourceUse:
+def use(task: str = "worker", /, **values: Value) -> ResourceUse:
     """Samples of a task for 40 minutes.
 
     ``gpu3_clock=1980`` is the series `system/gpu3/clock`. A function gets the seconds of the run.
     """
-    return shortened(task, 2400, given)
+    return use_during(task, 2400, values)
 
 
-def shortened(task: str, seconds: int, given: Mapping[str, Value]) -> ResourceUse:
+def use_during(task: str, seconds: int, values: Mapping[str, Value]) -> ResourceUse:
     times = [float(second) for second in range(0, seconds, 5)]
     series = {
         f"system/{name.replace('_', '/', 1)}": [value(at) if callable(value) else value for at in times]
-        for name, value in given.items()
+        for name, value in values.items()
     }
     limits = {"system/cpu/limit": 16.0, "system/memory/limit": 64.0 * GIB, "system/gpu0/memory_limit": 80.0 * GIB}
     samples = ResourceSamples(task=task, attempt=0, times=[T0 + at for at in times], series=series, limits=limits)
@@ -50,7 +50,7 @@ BUSY: dict[str, Value] = {"cpu_usage": 4.0, "gpu0_utilization": 97.0, "gpu0_cloc
             {"gpu-idle": "GPU 2 of worker on worker-node did nothing for the last 30 min, GPUs 0-1 were 94% busy"},
         ),
         ([use(gpu0_utilization=lambda at: 0.0 if at < 100 else 95.0)], {}),
-        ([shortened("worker", 150, {"gpu0_utilization": 0.0})], {}),
+        ([use_during("worker", 150, {"gpu0_utilization": 0.0})], {}),
         (
             [use(cpu_usage=15.5, gpu0_utilization=40.0)],
             {
@@ -114,11 +114,11 @@ BUSY: dict[str, Value] = {"cpu_usage": 4.0, "gpu0_utilization": 97.0, "gpu0_cloc
         ([use(**BUSY, gpu0_ecc_errors=5.0, gpu0_xid=None)], {}),
     ],
 )  # fmt: skip
-def test_findings(uses: list[ResourceUse], expected: dict[str, str]) -> None:
+def test_inefficient_use_is_found(uses: list[ResourceUse], expected: dict[str, str]) -> None:
     assert {one.key: one.found for one in find_inefficiencies(uses)} == expected
 
 
-def test_each_rule_is_found_in_one_gang_in_the_order_of_the_table() -> None:
+def test_findings_have_the_order_of_the_rules() -> None:
     bad = use(
         cpu_usage=15.5, gpu0_utilization=30.0, gpu0_clock=900.0, gpu0_throttle_thermal=1.0, gpu0_xid=48.0, gpu1_utilization=0.0,
         memory_usage=lambda at: GIB * (10 + at / 100),
@@ -129,7 +129,7 @@ def test_each_rule_is_found_in_one_gang_in_the_order_of_the_table() -> None:
     assert all(one.cause and one.remedy for one in found)
 
 
-def test_many_findings_are_counted() -> None:
+def test_many_tasks_with_the_same_finding_are_counted() -> None:
     (found,) = find_inefficiencies([use(f"t{number}", gpu0_utilization=0.0) for number in range(64)])
     assert found.found.endswith("; and 60 more")
 
@@ -137,7 +137,7 @@ def test_many_findings_are_counted() -> None:
 @pytest.mark.parametrize("seconds", [5, 10, 200])
 def test_short_runs_have_no_findings(seconds: int) -> None:
     assert (
-        find_inefficiencies([shortened("worker", seconds, dict.fromkeys(("cpu_usage", "memory_usage", "gpu0_utilization")))])
+        find_inefficiencies([use_during("worker", seconds, dict.fromkeys(("cpu_usage", "memory_usage", "gpu0_utilization")))])
         == ()
     )
 

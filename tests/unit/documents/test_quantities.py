@@ -1,4 +1,4 @@
-"""Durations and amounts of memory: what is accepted, and what each refusal says to write instead."""
+"""Durations and amounts of memory: accepted texts, and the advice in the messages for others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distflow.documents.quantities import duration_text, parse_bytes, parse_dura
         ("P1DT0.5S", 86400.5),
     ],
 )
-def test_durations(written: str | float, seconds: float) -> None:
+def test_durations_are_converted_to_seconds(written: str | float, seconds: float) -> None:
     assert parse_duration(written) == pytest.approx(seconds)
 
 
@@ -54,13 +54,13 @@ def test_durations(written: str | float, seconds: float) -> None:
         ("10m\n", "is not a duration"),
     ],
 )
-def test_what_is_no_duration_says_what_is(written: str | float, words: str) -> None:
+def test_an_invalid_duration_is_refused_with_advice(written: str | float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_duration(written)
 
 
 @given(st.integers(0, 10**13).map(lambda micros: micros / 1e6))
-def test_a_duration_survives_being_written(seconds: float) -> None:
+def test_the_text_of_a_duration_is_parsed_to_the_same_duration(seconds: float) -> None:
     assert parse_duration(duration_text(seconds)) == pytest.approx(seconds, abs=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_amounts_are_powers_of_1024(written: str | float, count: int) -> None:
         ("Gi", "is not an amount"),
     ],
 )
-def test_what_is_no_amount_says_what_is(written: str | float, words: str) -> None:
+def test_an_invalid_amount_is_refused_with_advice(written: str | float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_bytes(written)
 

@@ -37,7 +37,7 @@ def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> Non
     found = read_requirements(str(path), "requirements.txt")
     assert found.lines[:3] == ("torch==2.4.0", "numpy>=1.2 --hash=sha256:abc --hash=sha256:def", "einops")
     assert (len(found.lines), found.constraints) == (11, ("scipy<2", "scipy<2"))
-    # Comments and blanks do not make another environment; packages and settings of pip do.
+    # Comments and blanks do not change the digest; packages and settings of pip do.
     path.write_text("\n# a comment\n" + ACCEPTED.replace("  # the newest", ""))
     assert read_requirements(str(path)).digest({"OTHER": "x"}) == found.digest({})
     assert found.digest({"PIP_INDEX_URL": "x"}) != found.digest({})
@@ -78,7 +78,7 @@ def test_lines_that_nodes_cannot_install_are_refused(tmp_path: Path, line: str, 
     assert "secret" not in str(refused.value)
 
 
-def test_fifty_files_may_be_included(tmp_path: Path) -> None:
+def test_at_most_fifty_files_may_be_included(tmp_path: Path) -> None:
     path = tmp_path / "requirements.txt"
     includes = []
     for number in range(51):

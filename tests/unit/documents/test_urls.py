@@ -1,3 +1,5 @@
+"""URLs of data and names of datasets: their parts, and the messages for invalid ones."""
+
 from __future__ import annotations
 
 import pytest
@@ -22,7 +24,7 @@ from distflow.errors import InputError
         ("s3://bucket/runs/{{workflow_id}}", "s3", "bucket", "runs/{{workflow_id}}", "s3://bucket", "s3://bucket/runs/{{workflow_id}}"),
     ],
 )  # fmt: skip
-def test_what_a_url_names(text: str, scheme: str, container: str, key: str, profile: str, shown: str) -> None:
+def test_a_url_is_parsed_into_its_parts(text: str, scheme: str, container: str, key: str, profile: str, shown: str) -> None:
     url = parse_url(text)
     assert (url.scheme, url.container, url.key, url.profile, str(url)) == (scheme, container, key, profile, shown)
     assert url.is_folder == text.endswith("/")
@@ -52,7 +54,7 @@ def test_what_a_url_names(text: str, scheme: str, container: str, key: str, prof
         ("s3://key:pass-word@bucket/*.pt", "contains a `*`"),
     ],
 )
-def test_what_is_wrong_with_a_url(text: str, words: str) -> None:
+def test_an_invalid_url_is_refused_with_a_hint(text: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_url(text)
     assert words in str(caught.value)
@@ -60,7 +62,7 @@ def test_what_is_wrong_with_a_url(text: str, words: str) -> None:
     assert "pass-word" not in str(caught.value)
 
 
-def test_the_web_can_only_be_read() -> None:
+def test_https_urls_can_only_be_read() -> None:
     with pytest.raises(InputError, match="can only be read"):
         parse_url("https://host/x", writes=True)
     assert parse_url("s3://b/x", writes=True).key == "x"
@@ -75,7 +77,7 @@ def test_a_query_is_never_shown() -> None:
     assert "0123" not in str(caught.value)
 
 
-def test_what_lies_below() -> None:
+def test_below_appends_to_the_key() -> None:
     assert parse_url("s3://b/runs/").below("a/b") == StorageUrl(scheme="s3", container="b", key="runs/a/b")
     assert parse_url("s3://b").below("a") == StorageUrl(scheme="s3", container="b", key="a")
 
@@ -84,12 +86,12 @@ def test_what_lies_below() -> None:
     ("text", "expected"),
     [("mnist", ("mnist", None)), ("mnist:latest", ("mnist", None)), ("My-Set_1:12", ("My-Set_1", 12))],
 )
-def test_a_name_and_its_version(text: str, expected: tuple[str, int | None]) -> None:
+def test_a_dataset_is_parsed_into_its_name_and_version(text: str, expected: tuple[str, int | None]) -> None:
     assert parse_dataset(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a/b", "../a", "a:", "a:0", "a:01", "a:best", "a:b:c", "a b", "a:99999999999"])
-def test_what_is_no_name(text: str) -> None:
+def test_an_invalid_dataset_is_refused_with_a_hint(text: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_dataset(text)
     assert caught.value.hint

@@ -1,4 +1,4 @@
-"""YAML with places: the values of PyYAML's safe loader without its traps, and the line of everything."""
+"""The YAML parser: values without the traps of YAML 1.1, the line of each part, duplicates, and limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parsed(text: str, line_map: tuple[int, ...] = ()) -> Document:
         ("1.50", 1.5),
         ("~", None),
         ("", None),
-        # What YAML 1.1 would turn into octal, base 60, dates and floats without a dot stays text.
+        # YAML 1.1 reads these as an octal number, a number in base 60, a date and a float. They stay texts.
         ("010", "010"),
         ("12:30:45", "12:30:45"),
         ("2024-01-31", "2024-01-31"),
@@ -46,18 +46,18 @@ def parsed(text: str, line_map: tuple[int, ...] = ()) -> Document:
         ("9" * 5000, "9" * 5000),
     ],
 )
-def test_scalars_mean_what_people_expect(written: str, value: object) -> None:
+def test_scalars_are_converted_to_values(written: str, value: object) -> None:
     found = parsed(f"a: {written}\n").value["a"]
     assert found == value
     assert isinstance(found, type(value))
 
 
 @pytest.mark.parametrize("written", ["on", "010", "1.50", "2024-01-31", "0x1F", "~"])
-def test_the_written_form_is_kept_beside_the_value(written: str) -> None:
+def test_the_written_form_of_a_value_is_kept(written: str) -> None:
     assert parsed(f"a: {written}").raw_at(("a",)) == written
 
 
-def test_a_text_is_what_was_written_and_null_is_none() -> None:
+def test_text_at_returns_the_written_text_or_none() -> None:
     document = parsed("a: yes\nb: ~\nc:\nd: [x]\n")
     text = document.text_at(("a",))
     assert text is not None
@@ -78,13 +78,13 @@ def test_a_value_that_does_not_fit_its_tag_is_refused(tag: str) -> None:
     assert parsed("a: !!null\nb: !!null '~'\n").value == {"a": None, "b": None}
 
 
-def test_every_part_has_its_place() -> None:
+def test_every_part_has_its_line() -> None:
     document = parsed("a:\n  - x\n  - {b: 1,\n     c: 2}\n")
     lines = {path_text(path): (place.key.line, place.mark.line) for path, place in document.places.items()}
     assert lines == {"": (1, 1), "a": (1, 2), "a[0]": (2, 2), "a[1]": (3, 3), "a[1].b": (3, 3), "a[1].c": (4, 4)}
 
 
-def test_a_place_that_is_not_there_is_the_nearest_above() -> None:
+def test_a_missing_path_has_the_mark_of_its_nearest_parent() -> None:
     document = parsed("a:\n  b: 1\n")
     assert document.key_mark_at(("a", "nothing", 3)).line == 1
     assert parsed("").mark_at(("a",)).line == 0
@@ -102,7 +102,7 @@ def test_a_place_that_is_not_there_is_the_nearest_above() -> None:
         ("a: x\n\n\n  y\n", "x\n\ny", [1, 3, 4]),
     ],
 )
-def test_every_line_of_a_scalar_has_its_line_in_the_file(text: str, value: str, lines: list[int]) -> None:
+def test_every_line_of_a_scalar_has_its_line_number_in_the_file(text: str, value: str, lines: list[int]) -> None:
     found = parsed(text).text_at(("a",))
     assert found is not None
     assert found.value == value
@@ -110,7 +110,7 @@ def test_every_line_of_a_scalar_has_its_line_in_the_file(text: str, value: str, 
     assert found.mark_at(value.rindex(value.strip()[-1])).line == lines[-1]
 
 
-def test_a_line_that_cannot_be_known_is_the_scalars_own() -> None:
+def test_a_scalar_with_an_escaped_line_break_has_only_its_first_line_number() -> None:
     found = parsed('a: 1\nb: "x\\ny"\n').text_at(("b",))
     assert found is not None
     assert (found.lines, found.mark_at(2).line) == ((), 2)
@@ -120,7 +120,7 @@ def test_line_breaks_that_editors_do_not_count_are_not_counted() -> None:
     assert parsed("a: 'x\u2028y\u0085z'\nb: 1\n").key_mark_at(("b",)).line == 2
 
 
-def test_marks_go_through_the_line_map() -> None:
+def test_the_line_map_replaces_line_numbers() -> None:
     assert parsed("a: 1\nb: 2\nc: 3\n", (10, 20)).key_mark_at(("b",)).line == 20
     assert parsed("a: 1\nb: 2\nc: 3\n", (10, 20)).key_mark_at(("c",)).line == 20
 
@@ -134,7 +134,7 @@ def test_aliases_and_merge_keys_expand() -> None:
     assert document.key_mark_at(("y", "a")).line == 1
 
 
-def test_an_equal_duplicate_is_a_warning_with_both_lines() -> None:
+def test_a_duplicate_key_with_an_equal_value_is_a_warning_with_both_lines() -> None:
     document = parsed("a:\n  b: {c: [1, x]}\n  d: 2\n  b: {c: [1, x]}\n")
     assert document.value == {"a": {"b": {"c": [1, "x"]}, "d": 2}}
     (warning,) = document.warnings
@@ -143,7 +143,7 @@ def test_an_equal_duplicate_is_a_warning_with_both_lines() -> None:
 
 
 @pytest.mark.parametrize("second", ["{c: 2}", "{d: 1}", "{c: '1'}", "{c: 1.0}", "{c: 1, d: 1}", "[c, 1]", "", "{c: [1]}"])
-def test_a_duplicate_that_is_written_otherwise_is_refused(second: str) -> None:
+def test_a_duplicate_key_with_another_value_is_refused(second: str) -> None:
     with pytest.raises(ProblemsFound, match="given twice, with different values"):
         parsed(f"b: {{c: 1}}\nb: {second}\n")
 
@@ -173,7 +173,7 @@ def nested_anchors(count: int) -> str:
     ],
     ids=["lists", "maps", "dashes", "wide", "merges", "merge-bomb", "merge-chain", "alias-chain", "self"],
 )
-def test_hostile_documents_end_soon_and_in_words(text: str, words: str) -> None:
+def test_hostile_documents_are_refused_quickly(text: str, words: str) -> None:
     begun = time.process_time()
     with pytest.raises(ProblemsFound, match=words):
         parsed(text)
@@ -188,7 +188,7 @@ GOLDENS = sorted((Path(__file__).parents[2] / "goldens").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
-def test_libyaml_and_the_pure_parser_give_the_same_places(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libyaml_and_the_pure_parser_give_the_same_values_and_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = path.read_text(encoding="utf-8")
 
     def outcome() -> tuple[object, dict[str, tuple[Mark, int]]] | None:
@@ -200,7 +200,7 @@ def test_libyaml_and_the_pure_parser_give_the_same_places(path: Path, monkeypatc
 
     fast = outcome()
     monkeypatch.delattr(yaml, "CSafeLoader")
-    # To the line: for a value that is empty the two say different columns.
+    # Only the lines of values are compared, because the parsers report different columns for an empty value.
     assert outcome() == fast
 
 
@@ -214,7 +214,7 @@ VALUES = st.recursive(
 
 
 @given(value=st.dictionaries(NAMES, VALUES, min_size=1, max_size=4), flow=st.booleans())
-def test_what_pyyaml_writes_is_read_back_the_same(value: dict[str, object], flow: bool) -> None:
+def test_a_document_that_pyyaml_writes_is_read_back_unchanged(value: dict[str, object], flow: bool) -> None:
     text = yaml.safe_dump(value, default_flow_style=flow, allow_unicode=True, sort_keys=False)
     document = parsed(text)
     assert document.value == value
@@ -225,7 +225,7 @@ def test_what_pyyaml_writes_is_read_back_the_same(value: dict[str, object], flow
 
 
 @given(lines=st.lists(st.text("ab {}%", max_size=5).map(str.rstrip), min_size=1, max_size=8))
-def test_each_line_of_a_literal_block_is_where_it_says(lines: list[str]) -> None:
+def test_each_line_of_a_literal_block_has_its_line_number(lines: list[str]) -> None:
     lines = [*lines, "end"]
     text = "key: |2\n" + "".join(f"  {line}\n" if line else "\n" for line in lines)
     found = parsed(text).text_at(("key",))

@@ -1,4 +1,4 @@
-"""Functions as scripts: what travels, and what is refused before anything starts."""
+"""Functions as scripts: their output, and functions that are refused."""
 
 from __future__ import annotations
 
@@ -100,16 +100,18 @@ exec("def _without_source(): pass")
         (_top, {"lr": math.inf}, "the value of `lr` cannot be written"),
     ],
 )
-def test_a_function_that_cannot_travel_is_refused(function: Any, arguments: dict[str, Any] | None, message: str) -> None:
+def test_a_function_that_cannot_be_sent_is_refused(function: Any, arguments: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         function_script(function, arguments)
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(("start", "is_refused"), [("", True), ("from __future__ import annotations", False)])
-def test_annotations_of_classes_are_checked_unless_they_are_lazy(start: str, is_refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first_line", "is_refused"), [("", True), ("from __future__ import annotations", False)])
+def test_annotations_of_classes_are_checked_unless_python_does_not_evaluate_them(
+    first_line: str, is_refused: bool, tmp_path: Path
+) -> None:
     file = tmp_path / "program.py"
-    file.write_text(f"""{start}
+    file.write_text(f"""{first_line}
 def train():
     from dataclasses import dataclass
 
@@ -121,6 +123,6 @@ def train():
     size: Local = 1
 """)
     train = runpy.run_path(str(file))["train"]
-    refused = pytest.raises(ValueError, match="`train` uses `Unknown`, which the nodes do not have")
-    with refused if is_refused else contextlib.nullcontext():
+    error = pytest.raises(ValueError, match="`train` uses `Unknown`, which the nodes do not have")
+    with error if is_refused else contextlib.nullcontext():
         function_script(train, None)

@@ -144,7 +144,7 @@ def test_wrong_arguments_of_the_client_are_refused(tmp_path: Any, monkeypatch: p
     assert client.list_jobs() == []
 
 
-def test_the_import_alone_loads_nothing() -> None:
+def test_the_import_loads_no_other_module_of_distflow() -> None:
     program = "import sys; import distflow; before = {*sys.modules}; import distflow.kubeflow; print(*{*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [name for name in done.stdout.split() if name.startswith("distflow")] == ["distflow.kubeflow"]

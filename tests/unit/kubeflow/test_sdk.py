@@ -1,6 +1,6 @@
 """The names, fields and signatures of the Kubeflow SDK 0.5.0, read from its package; and its own objects as arguments.
 
-``scripts/setup.sh`` installs the package without its dependencies. Stand-ins take their place here: only signatures are read.
+``scripts/setup.sh`` installs the package without its dependencies. Stub modules replace them, which is enough for signatures.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ABSENT = {
     "update_trainjob_status": "programs report by printing (docs/metrics.md)",
 }
 PATCHES = "Patch"
-"""The options that change Kubernetes objects end with this word."""
+"""The names of options that change Kubernetes objects end with this word."""
 OWN = {"SSHBackendConfig", "Step", "TrainJob"}
 """Names that Kubeflow does not have, or not in ``kubeflow.trainer``."""
 
 
-class _Stand(types.ModuleType):
-    """A module with every name: classes that do nothing, and modules like itself."""
+class _StubModule(types.ModuleType):
+    """A module that has every name: lowercase names are stub modules, and others are empty classes."""
 
     def __init__(self, name: str, **known: Any) -> None:
         super().__init__(name)
@@ -49,13 +49,13 @@ class _Stand(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _Stand(name) if name.islower() else type(name, (), {})
+        made = _StubModule(name) if name.islower() else type(name, (), {})
         vars(self)[name] = made
         return made
 
 
 class _BaseModel:
-    """pydantic's, as far as its fields are concerned."""
+    """A replacement for pydantic's ``BaseModel``. It has only the fields."""
 
     def __init_subclass__(cls) -> None:
         for name, value in list(vars(cls).items()):
@@ -77,18 +77,18 @@ def kubeflow() -> Iterator[Any]:
     """The module ``kubeflow.trainer``."""
     if importlib.util.find_spec("kubeflow") is None:
         pytest.skip("kubeflow is not installed: pip install --no-deps kubeflow==0.5.0")
-    stands = [_Stand(name) for name in ("kubernetes", "kubeflow_trainer_api", "requests")]
-    stands.append(_Stand("pydantic", BaseModel=_BaseModel, Field=_field))
+    stubs = [_StubModule(name) for name in ("kubernetes", "kubeflow_trainer_api", "requests")]
+    stubs.append(_StubModule("pydantic", BaseModel=_BaseModel, Field=_field))
     with pytest.MonkeyPatch.context() as patch:
-        for stand in stands:
-            patch.setitem(sys.modules, stand.__name__, stand)
+        for stub in stubs:
+            patch.setitem(sys.modules, stub.__name__, stub)
         yield importlib.import_module("kubeflow.trainer")
         for name in [name for name in sys.modules if name.partition(".")[0] == "kubeflow"]:
             del sys.modules[name]
 
 
-def _shape(found: Any) -> Any:
-    """What callers of a public object depend on."""
+def _interface(found: Any) -> Any:
+    """Return the parts of a public object that callers use: members, parameters, methods and fields."""
     if isinstance(found, type) and issubclass(found, enum.Enum):
         return {member.name: member.value for member in found}
     if not isinstance(found, type):
@@ -97,7 +97,7 @@ def _shape(found: Any) -> Any:
         name: _parameters(value) for name, value in inspect.getmembers(found, inspect.isfunction) if not name.startswith("_")
     }
     fields = (
-        [_field_shape(one) for one in dataclasses.fields(found) if not one.name.startswith("_")]
+        [_field_interface(one) for one in dataclasses.fields(found) if not one.name.startswith("_")]
         if dataclasses.is_dataclass(found)
         else None
     )
@@ -112,7 +112,7 @@ def _parameters(function: Any) -> list[Any]:
     return shown
 
 
-def _field_shape(one: dataclasses.Field[Any]) -> Any:
+def _field_interface(one: dataclasses.Field[Any]) -> Any:
     default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
     return one.name, one.init, default
 
@@ -127,17 +127,17 @@ def test_every_public_name_has_the_signature_of_the_sdk(kubeflow: Any) -> None:
         if name == "ContainerBackendConfig":  # the default of `runtime_source` is an object that distflow does not have
             assert [one.name for one in dataclasses.fields(ours)] == [one.name for one in dataclasses.fields(theirs)]
         else:
-            assert _shape(ours) == _shape(theirs), name
+            assert _interface(ours) == _interface(theirs), name
 
 
-def test_every_option_that_does_not_patch_kubernetes_objects_is_the_sdks(kubeflow: Any) -> None:
+def test_every_option_that_does_not_patch_kubernetes_objects_is_that_of_the_sdk(kubeflow: Any) -> None:
     sdk = importlib.import_module("kubeflow.trainer.options")
     assert {name for name in sdk.__all__ if not name.endswith(PATCHES)} == {*distflow.kubeflow.options.__all__}
     for name in distflow.kubeflow.options.__all__:
-        assert _shape(getattr(distflow.kubeflow.options, name)) == _shape(getattr(sdk, name)), name
+        assert _interface(getattr(distflow.kubeflow.options, name)) == _interface(getattr(sdk, name)), name
 
 
-def test_the_words_for_statuses_are_the_sdks(kubeflow: Any) -> None:
+def test_the_constants_for_statuses_are_those_of_the_sdk(kubeflow: Any) -> None:
     constants = importlib.import_module("kubeflow.trainer.constants.constants")
     for name in ("TRAINJOB_CREATED", "TRAINJOB_RUNNING", "TRAINJOB_COMPLETE", "TRAINJOB_FAILED", "DATASET_PATH"):
         assert getattr(distflow.kubeflow.types, name) == getattr(constants, name)

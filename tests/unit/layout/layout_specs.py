@@ -1,4 +1,4 @@
-"""Specs built by hand for the tests of the rank layout: no YAML, every word on a line of its own."""
+"""Specs for the tests of the rank layout, built without YAML. Each word is on a separate line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINES = count(1)
 
 
 def text(value: str) -> Text:
-    """Return a text whose lines are numbered on from the last one."""
+    """Return a text whose line numbers continue after those of the previous text."""
     lines = tuple(Mark("spec.yaml", next(_LINES)) for _ in range(value.count("\n") + 1))
     return Text(value, lines[0], lines)
 

@@ -1,4 +1,4 @@
-"""Properties of the layout check: what is right passes in any order, and any single slip is found and named."""
+"""Properties of the layout check: correct layouts pass in any order, and each single mistake is found and named."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def errors(members: list[TaskSpec]) -> tuple[Problem, ...]:
     return errors_of(check_layout(spec(members))[1])
 
 
-def applied(problems: tuple[Problem, ...], rows: Numbers, members: list[TaskSpec]) -> Numbers:
-    """Return the claims after doing what the first line of each hint says."""
-    mended = [dict(row) for row in rows]
+def apply_hints(problems: tuple[Problem, ...], rows: Numbers, members: list[TaskSpec]) -> Numbers:
+    """Return the claims with the changes that the first line of each hint proposes."""
+    fixed = [dict(row) for row in rows]
     for problem in problems:
         words = problem.hint.splitlines()[0].split()
         key, value = words[1].removeprefix("--"), int(words[2])
         (index,) = [at for at, item in enumerate(members) if problem.where in {word.mark for word in item.command}]
-        mended[index][key] = value
-    return mended
+        fixed[index][key] = value
+    return fixed
 
 
 @given(SIZES, st.randoms())
-def test_any_partition_in_any_order_is_right(sizes: list[int], random: object) -> None:
+def test_any_partition_passes_in_any_order(sizes: list[int], random: object) -> None:
     members = tasks(layout(sizes))
     random.shuffle(members)  # type: ignore[attr-defined]
     worlds, problems = check_layout(spec(members))
@@ -60,7 +60,7 @@ def test_any_partition_in_any_order_is_right(sizes: list[int], random: object) -
 
 
 @given(SIZES, st.randoms())
-def test_sizes_alone_are_laid_out_in_order_with_the_lead_first(sizes: list[int], random: object) -> None:
+def test_tasks_with_only_sizes_are_laid_out_in_order_with_the_lead_first(sizes: list[int], random: object) -> None:
     lead = random.randrange(len(sizes))  # type: ignore[attr-defined]
     members = [task(f"t{index}", "true", lead=index == lead, ranks=Ranks(size=size)) for index, size in enumerate(sizes)]
     worlds, problems = check_layout(spec(members))
@@ -90,7 +90,7 @@ def test_any_wrong_number_is_found_and_named(sizes: list[int], data: st.DataObje
 
 @settings(max_examples=150)
 @given(SIZES, st.data())
-def test_the_first_remedy_mends_a_wrong_offset_or_world_size(sizes: list[int], data: st.DataObject) -> None:
+def test_the_first_remedy_fixes_a_wrong_offset_or_world_size(sizes: list[int], data: st.DataObject) -> None:
     rows = layout(sizes)
     index = data.draw(st.integers(1, len(rows) - 1))
     key = data.draw(st.sampled_from(["offset", "world_size"]))
@@ -98,11 +98,11 @@ def test_the_first_remedy_mends_a_wrong_offset_or_world_size(sizes: list[int], d
     members = tasks(rows)
     found = errors(members)
     assert len(found) == 1
-    mended = applied(found, rows, members)
-    # Two tasks of one size may be mended either way; the result is right in both.
-    starts = sorted((row["offset"], row["size"]) for row in mended)
+    fixed = apply_hints(found, rows, members)
+    # If two tasks have the same size, the hint may change either of them.
+    starts = sorted((row["offset"], row["size"]) for row in fixed)
     assert [start for start, _ in starts] == [sum(size for _, size in starts[:at]) for at in range(len(starts))]
-    assert {row["world_size"] for row in mended} == {sum(sizes)}
+    assert {row["world_size"] for row in fixed} == {sum(sizes)}
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=7), st.data())
@@ -115,18 +115,18 @@ def test_a_dropped_task_is_found(sizes: list[int], data: st.DataObject) -> None:
 
 
 @given(SIZES, st.integers(1, 9))
-def test_a_task_added_without_raising_the_world_size_names_each_line(sizes: list[int], more: int) -> None:
+def test_each_task_that_keeps_the_old_world_size_is_reported_when_a_task_is_added(sizes: list[int], more: int) -> None:
     rows = layout(sizes)
     rows.append({"offset": sum(sizes), "size": more, "world_size": sum(sizes) + more})
     members = tasks(rows)
     found = errors(members)
     assert len(found) == len(sizes)
     assert sum(bool(problem.drawing) for problem in found) == 1
-    assert applied(found, rows, members) == layout([*sizes, more])
+    assert apply_hints(found, rows, members) == layout([*sizes, more])
 
 
 @given(SIZES, st.data())
-def test_torchrun_node_ranks_are_dense(sizes: list[int], data: st.DataObject) -> None:
+def test_torchrun_node_ranks_must_be_consecutive(sizes: list[int], data: st.DataObject) -> None:
     ranks = list(range(len(sizes)))
     index = data.draw(st.integers(0, len(sizes) - 1))
     wrong = data.draw(st.integers(0, len(sizes) + 3))
@@ -149,7 +149,7 @@ def test_torchrun_node_ranks_are_dense(sizes: list[int], data: st.DataObject) ->
     assert f"node rank {wrong}" in found[0].message or f"node_rank {wrong}" in found[0].hint
 
 
-def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None:
+def test_node_ranks_are_checked_after_an_option_with_a_shell_expansion() -> None:
     options = "--nnodes=$NNODES --nproc_per_node=8 --node_rank=0 --master_addr=$MASTER_ADDR"
     for script in (f"torchrun {options} train.py", f'OPTIONS="{options}"; torchrun $OPTIONS train.py'):
         (found,) = errors([task(name, "bash", "-c", script, lead=name == "a") for name in ("a", "b")])
@@ -165,7 +165,7 @@ def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None
         (6, 1, "w has --nnodes 6, but no task has node rank 2, 3, 4 and 1 more"),
     ],
 )
-def test_numbers_of_nodes_may_be_anything(nnodes: int, node_rank: int, words: str) -> None:
+def test_a_wrong_number_of_nodes_or_node_rank_has_a_short_message(nnodes: int, node_rank: int, words: str) -> None:
     ranks = {"m": 0, "w": node_rank}
     tasks = [
         task(name, *f"torchrun --nnodes {nnodes} --node_rank {rank} --nproc_per_node 8 train.py".split(), lead=not rank)
@@ -176,7 +176,7 @@ def test_numbers_of_nodes_may_be_anything(nnodes: int, node_rank: int, words: st
 
 
 @pytest.mark.parametrize("mistake", [{"offset": 3}, {"size": 7}, {"world_size": 99}, {}])
-def test_a_thousand_tasks_are_checked_at_once(mistake: dict[str, int]) -> None:
+def test_a_thousand_tasks_are_checked_within_a_minute(mistake: dict[str, int]) -> None:
     rows = layout([8] * 1000)
     rows[500] |= mistake
     began = time.perf_counter()
@@ -207,7 +207,7 @@ def test_the_hint_gives_rank_0_to_the_lead(sizes: tuple[int, ...], hint: str) ->
     assert problem.hint == f"move `lead: true` to t0, or {hint}"
 
 
-def test_a_lone_task_need_not_state_the_world_size_to_get_the_hint_about_groups() -> None:
+def test_a_lone_task_without_a_world_size_gets_the_hint_about_groups() -> None:
     first = task("a", "true", lead=True, ranks=Ranks(size=8))
     second = task("b", "true", lead=True, ranks=Ranks(offset=8, size=8))
     whole = spec([first])
@@ -217,7 +217,7 @@ def test_a_lone_task_need_not_state_the_world_size_to_get_the_hint_about_groups(
     assert problem.hint == "tasks share a world only within a group: put b and a under one `groups:` entry"
 
 
-def test_a_program_of_replicas_gets_its_rank_only_from_a_token() -> None:
+def test_the_hint_for_replicas_with_the_same_rank_is_a_token() -> None:
     program = task("worker", "python3", "train.py", "--rank", "0", "--world-size", "2")
     (problem,) = errors([replace(program, name=f"worker-{number}", replica=number, lead=not number) for number in range(2)])
     assert problem.message == "--rank 0 gives the same rank to all replicas: worker-0 and worker-1"

@@ -1,4 +1,4 @@
-"""What counts as a claim of ranks, and what only looks like one."""
+"""Commands and scripts that claim ranks, and text that only looks like a claim."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_flags_of_a_program_are_read(script: str) -> None:
         "pip install torchrun thing",
     ],
 )
-def test_text_about_flags_claims_nothing(script: str) -> None:
+def test_text_that_only_looks_like_flags_is_not_a_claim(script: str) -> None:
     assert values(shell(script)) == []
 
 
@@ -69,15 +69,15 @@ def test_only_shell_scripts_that_are_mentioned_are_read() -> None:
     assert values(task("t", "bash", "/a", files={"/a": claim})) == [RANKS]
 
 
-def test_a_list_of_words_is_read_as_it_is() -> None:
+def test_the_words_of_a_command_are_read_without_a_shell() -> None:
     words = ("python3", "train.py", "--offset", "8", "--size=4", "--world-size", "16")
     assert values(task("t", *words)) == [RANKS]
-    # No shell fills the variable in.
+    # No shell expands the variable.
     found = values(task("t", "python3", "train.py", "--size", "$O", "--world_size", "16", environment={"O": "8"}))
     assert found == [{"size": "$O", "world_size": "16"}]
 
 
-def test_c_behind_a_script_file_is_an_argument_of_that() -> None:
+def test_option_c_after_a_script_file_is_an_argument_of_the_script() -> None:
     flags = ("--offset", "8", "--size", "4", "--world_size", "16")
     assert values(task("t", "bash", "run.sh", "-c", "config.yaml", *flags)) == [RANKS]
     assert values(task("t", "bash", "-euo", "pipefail", "/opt/run.sh", "-c", "config.yaml", *flags)) == [RANKS]
@@ -87,7 +87,7 @@ def test_c_behind_a_script_file_is_an_argument_of_that() -> None:
 @pytest.mark.parametrize(
     "options", [["-c"], ["-lc"], ["-ce"], ["-c", "-e"], ["-o", "pipefail", "-c"], ["-euo", "pipefail", "-c"], ["--norc", "-c"]]
 )
-def test_a_script_after_c_is_read_whatever_options_stand_beside_it(options: list[str]) -> None:
+def test_the_script_after_option_c_is_read_with_any_other_options(options: list[str]) -> None:
     script = "python3 train.py --offset 8 --size 4 --world_size 16"
     assert values(task("t", "env", "A=1", "/bin/bash", *options, script, "name", "-c", "x")) == [RANKS]
     assert values(task("t", "bash", "wrap.sh", "bash", *options, script)) == [RANKS]
@@ -114,7 +114,7 @@ def test_a_comparison_is_not_an_assignment() -> None:
     assert values(shell(script)) == [RANKS]
 
 
-def test_the_environment_fills_variables_and_loops_hide_them() -> None:
+def test_variables_come_from_the_environment_unless_a_loop_sets_them() -> None:
     script = "python3 train.py --offset $O --size 4 --world_size 16"
     assert values(shell(script, O="8")) == [RANKS]
     looped = read_claims(shell(f"for O in 1 2; do {script}; done")).invocations[0]
@@ -122,7 +122,7 @@ def test_the_environment_fills_variables_and_loops_hide_them() -> None:
 
 
 @pytest.mark.parametrize("value", ["{{rank_offset}}", "{{ rank_offset }}", "$DISTFLOW_RANK_OFFSET", '"${NODE_RANK}"'])
-def test_tokens_and_variables_of_distflow_follow_the_layout(value: str) -> None:
+def test_tokens_and_variables_of_distflow_are_computed_values(value: str) -> None:
     script = f"python3 train.py --offset {value} --size 4 --world_size 16"
     assert read_claims(shell(script)).invocations[0].claims["offset"].known is Known.COMPUTED
 
@@ -141,7 +141,7 @@ def test_torchruns_options_end_at_the_script(start: str) -> None:
 @pytest.mark.parametrize(
     "option", ["--nnodes=$N", '"--master_addr=${MASTER_ADDR}"', "--rdzv_id=$(date +%s)", "--log-dir=/tmp/$USER"]
 )
-def test_torchruns_options_go_on_behind_one_that_a_shell_fills_in(option: str) -> None:
+def test_torchruns_options_are_read_after_one_with_a_shell_expansion(option: str) -> None:
     (item,) = read_claims(shell(f"torchrun {option} --node_rank=1 --nproc_per_node=8 train.py --size 3")).invocations
     assert item.program == "train.py"
     assert (item.claims["node_rank"].value, item.claims["nproc_per_node"].value) == ("1", "8")
@@ -157,7 +157,7 @@ def test_torchruns_options_go_on_behind_one_that_a_shell_fills_in(option: str) -
         "export ARGS='--nnodes 2 --node_rank=1 --nproc_per_node 8 train.py'; torchrun $ARGS --size 3",
     ],
 )
-def test_a_variable_without_quotes_is_as_many_words_as_it_holds(script: str) -> None:
+def test_an_unquoted_variable_is_split_into_words(script: str) -> None:
     (item,) = read_claims(shell(script)).invocations
     assert item.program == "train.py"
     claims = {key: claim.value for key, claim in item.claims.items()}
@@ -190,7 +190,7 @@ def test_an_array_with_two_values_is_unknown() -> None:
     assert values(shell(f"{script}python3 train.py --size 4 --world_size 16 ${{A[@]}}")) == [{"size": "4", "world_size": "16"}]
 
 
-def test_flags_in_a_variable_are_read_too() -> None:
+def test_flags_in_an_unquoted_variable_are_read() -> None:
     assert values(shell('FLAGS="--offset 8 --size 4"\npython3 train.py $FLAGS --world_size 16')) == [RANKS]
     # In quotes it is one word.
     assert values(shell('FLAGS="--offset 8 --size 4"\npython3 train.py "$FLAGS" --world_size 16')) == []
@@ -204,7 +204,7 @@ def test_settings_of_a_script_win_over_the_environment() -> None:
     ]
 
 
-def test_each_claim_knows_its_line() -> None:
+def test_each_claim_has_its_line() -> None:
     spec = shell("set -e\npython3 train.py \\\n  --offset 8 \\\n  --size 4 --world_size 16")
     first = spec.files[0].contents
     assert first is not None

@@ -1,4 +1,4 @@
-"""The picture of a layout, mark by mark."""
+"""The drawing of a rank layout in text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distflow.layout.drawing import Bar, draw, draw_world, rank_text
 from distflow.layout.ranks import TaskRanks, WorldLayout
 
 
-def test_the_tutorials_layout() -> None:
+def test_each_task_of_a_layout_has_a_bar() -> None:
     sizes = [("master", 0), ("worker", 8), ("worker-2", 16)]
     ranks = tuple(TaskRanks(task=name, offset=at, size=8, node_rank=at // 8) for name, at in sizes)
     assert draw_world(WorldLayout(world_size=24, tasks=ranks, style="flags")).splitlines() == [
@@ -20,7 +20,7 @@ def test_the_tutorials_layout() -> None:
     ]
 
 
-def test_gap_overlap_and_end_are_marked() -> None:
+def test_gaps_overlaps_and_ranks_beyond_the_world_size_are_marked() -> None:
     bars = [Bar(name="a", offset=0, size=20), Bar(name="b", offset=18, size=4), Bar(name="c", offset=24, size=10)]
     assert draw(bars, 32).splitlines() == [
         "ranks   0                 18  22        32",
@@ -40,5 +40,5 @@ def test_any_claims_can_be_drawn_in_ascii_and_within_bounds(claims: list[tuple[i
     assert max(map(len, text.splitlines())) <= 150
 
 
-def test_a_single_rank_and_several() -> None:
+def test_one_rank_and_a_range_of_ranks_are_formatted() -> None:
     assert (rank_text(3, 4), rank_text(3, 8)) == ("3", "3-7")

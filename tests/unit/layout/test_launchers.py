@@ -1,4 +1,4 @@
-"""Which commands a launcher can start once for each rank."""
+"""Commands that a launcher can start once for each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distflow.layout.checks.launchers import PythonCommand, python_command
         (["pypy3", "-s", "-m", "a.b", "1"], PythonCommand(interpreter="pypy3", target="a.b", is_module=True, arguments=("1",))),
     ],
 )
-def test_a_python_command_is_taken_apart(words: list[str], expected: PythonCommand) -> None:
+def test_a_python_command_is_parsed(words: list[str], expected: PythonCommand) -> None:
     assert python_command(words) == expected
 
 

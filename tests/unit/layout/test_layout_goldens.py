@@ -1,7 +1,7 @@
-"""Whole specs against the rank layout: what is wrong with it in full, or its picture.
+"""The rank layouts of whole specs: all messages about invalid layouts, and the drawings of valid ones.
 
-``goldens/problems/layout_*.yaml`` break one rule each and stand beside the messages (``.txt``); ``goldens/layouts/*.yaml`` are
-right, or at least accepted, and stand beside their drawings.
+Each ``goldens/problems/layout_*.yaml`` breaks one rule, and the messages are in the ``.txt`` file of the same name. Each
+``goldens/layouts/*.yaml`` has no errors, and its drawing is in the ``.txt`` file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/layout/test_layout_goldens.p
 
 
 def described(path: Path) -> str:
-    """Return all findings of a spec and the worlds of its groups, as text."""
+    """Return all problems of a spec and the worlds of its groups, as text."""
     spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
     worlds, problems = check_layout(spec)
     parts = [problem.as_text() for problem in in_document_order(problems)]
@@ -36,7 +36,7 @@ def described(path: Path) -> str:
 
 
 def assert_golden(path: Path, found: str) -> None:
-    """Fail with the difference and the command that renews the golden."""
+    """Fail with the difference and the command that renews the golden file."""
     golden = path.with_suffix(".txt")
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         golden.write_text(found, encoding="utf-8")
@@ -47,7 +47,7 @@ def assert_golden(path: Path, found: str) -> None:
 
 
 @pytest.mark.parametrize("path", PROBLEMS, ids=lambda path: path.stem)
-def test_a_broken_layout_says_what_to_change(path: Path) -> None:
+def test_the_messages_about_an_invalid_layout_match_the_golden_file(path: Path) -> None:
     assert_golden(path, described(path))
 
 
@@ -69,7 +69,7 @@ def test_a_shared_directory_without_retries_names_the_missing_settings(actions: 
     assert problem.hint.partition("`exitActions")[0] == hint
 
 
-def test_a_launcher_next_to_a_framework_that_starts_nothing_names_the_consequence() -> None:
+def test_the_hint_for_a_launcher_with_framework_custom_names_the_consequence() -> None:
     text = (GOLDENS / "problems" / "layout_launcher_beside_a_framework.yaml").read_text(encoding="utf-8")
     spec, _ = load_spec_text(text.replace("deepspeed", "custom"), "spec.yaml", GOLDENS)
     (problem,) = check_layout(spec)[1]
@@ -79,7 +79,7 @@ def test_a_launcher_next_to_a_framework_that_starts_nothing_names_the_consequenc
 
 
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
-def test_a_correct_layout_is_drawn(path: Path) -> None:
+def test_the_drawing_of_a_valid_layout_matches_the_golden_file(path: Path) -> None:
     spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
     assert not errors_of(check_layout(spec)[1])
     assert_golden(path, described(path))

@@ -1,4 +1,4 @@
-"""The memory of a rank, by hand; and which strategy follows from it."""
+"""The estimated memory of a rank, and the strategies that are proposed for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEVEN = Model(parameters=7_000_000_000, layers=32, hidden=4096)
 SEVENTY = Model(parameters=70_000_000_000, layers=80, hidden=8192)
 
 
-def kinds(model: Model, gpus: int, memory_gib: int, **more: int | str) -> str:
+def chosen_strategy(model: Model, gpus: int, memory_gib: int, **more: int | str) -> str:
     settings = {"gpus_per_node": 8, **more}
     advice = advise(model, gpus=gpus, gpu_memory=memory_gib * GIB, **settings)  # type: ignore[arg-type]
     chosen = advice.chosen
@@ -35,8 +35,8 @@ def kinds(model: Model, gpus: int, memory_gib: int, **more: int | str) -> str:
         (Model(parameters=1_000_000_000_000, layers=128, hidden=25600), 8, 24, "nothing"),
     ],
 )  # fmt: skip
-def test_the_simplest_strategy_that_fits_is_taken(model: Model, gpus: int, memory: int, wanted: str) -> None:
-    assert kinds(model, gpus, memory) == wanted
+def test_the_simplest_strategy_that_fits_is_chosen(model: Model, gpus: int, memory: int, wanted: str) -> None:
+    assert chosen_strategy(model, gpus, memory) == wanted
 
 
 def test_the_arithmetic_is_shown_line_by_line() -> None:
@@ -54,15 +54,15 @@ def test_the_arithmetic_is_shown_line_by_line() -> None:
     assert advice.usable == int(72 * GIB)
 
 
-def test_what_does_not_fit_says_by_how_much() -> None:
+def test_a_strategy_that_does_not_fit_names_the_needed_and_the_usable_memory() -> None:
     first = advise(SEVEN, gpus=8, gpus_per_node=8, gpu_memory=80 * GIB).choices[0]
     assert (first.kind, first.fits, first.why) == ("ddp", False, "needs 125.8 GiB on each GPU, but 72.0 GiB are usable")
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
-def test_a_precision_that_is_counted_is_asked_for(gpus: int, precision: str) -> None:
-    """By an option where the kind has one, else by the program; never by both, and not for fp32."""
+def test_each_choice_sets_its_precision_by_an_option_or_needs_autocast(gpus: int, precision: str) -> None:
+    """For bf16, a strategy has either the option ``mixed_precision`` or needs autocast. For fp32, it has neither."""
     for choice in advise(SEVEN, gpus=gpus, gpus_per_node=8, gpu_memory=80 * GIB, precision=precision).choices:
         assert choice.precision == precision
         by_option = precision == "bf16" and choice.kind in ("fsdp", "hybrid")
@@ -70,7 +70,7 @@ def test_a_precision_that_is_counted_is_asked_for(gpus: int, precision: str) -> 
         assert choice.needs_autocast is (precision == "bf16" and not by_option)
 
 
-def test_tensors_are_cut_over_ranks_of_one_node_only() -> None:
+def test_tensor_parallelism_stays_within_a_node() -> None:
     advice = advise(SEVEN, gpus=8, gpus_per_node=2, gpu_memory=80 * GIB)
     assert [choice.shape for choice in advice.choices if "tp" in choice.names] == [(4, 2)]
 
@@ -95,23 +95,23 @@ def test_every_choice_is_a_strategy_that_the_spec_accepts(
     for choice in advice.choices:
         block = {"kind": choice.kind, "mesh": {"shape": list(choice.shape), "names": list(choice.names)}, **choice.options}
         if "tp" in choice.names and rest % choice.shape[-1]:
-            continue  # the last node has fewer GPUs than the others: the spec says so
+            continue  # the spec refuses it, because the last node has fewer GPUs
         strategy, problems = parse_strategy(block, sizes)
         assert strategy is not None, problems
 
 
 @pytest.mark.parametrize(("text", "count"), [("7b", 7 * 10**9), ("350M", 35 * 10**7), ("1.3e9", 13 * 10**8), ("12k", 12000)])
-def test_numbers_of_parameters_are_read(text: str, count: int) -> None:
+def test_numbers_of_parameters_are_parsed(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "b", "7x", "-1b", "nan", "inf", "0"])
-def test_other_numbers_are_refused(text: str) -> None:
+def test_invalid_numbers_of_parameters_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a number of parameters"):
         parse_count(text)
 
 
-def test_a_model_is_guessed_from_what_is_known() -> None:
+def test_missing_sizes_of_a_model_are_estimated() -> None:
     assert guess_model(7 * 10**9, layers=32).hidden == 4352
     assert guess_model(7 * 10**9, hidden=4096).layers == 35
     assert guess_model(1000) == Model(parameters=1000, layers=1, hidden=128)

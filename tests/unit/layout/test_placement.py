@@ -1,4 +1,4 @@
-"""Placement: deterministic, never refusing a gang that fits, and giving the reason in words when it does not."""
+"""Placement of gangs: it is deterministic, accepts each gang that fits, and otherwise gives a reason for each node."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def reasons(found: object) -> dict[str, tuple[str, ...]]:
     return {item.task: item.reasons for item in found}
 
 
-def test_tasks_keep_their_order_and_nodes_theirs() -> None:
+def test_tasks_are_placed_in_order_on_the_nodes_in_order() -> None:
     nodes = [Free(node=f"n{index}", gpus=8) for index in range(4)]
     found = place([demand("b", 8), demand("a", 8)], nodes, shared=False)
     assert isinstance(found, Placement)
     assert list(found.nodes.items()) == [("b", "n0"), ("a", "n1")]
 
 
-def test_one_node_holds_all_tasks_where_it_is_shared() -> None:
+def test_a_shared_node_may_run_all_tasks() -> None:
     nodes = [Free(node="local", gpus=4)]
     demands = [demand("a", 2), demand("b", 2)]
     assert place(demands, nodes, shared=True) == Placement(nodes={"a": "local", "b": "local"})
@@ -39,13 +39,13 @@ def test_one_node_holds_all_tasks_where_it_is_shared() -> None:
 
 
 def test_unknown_resources_are_not_checked() -> None:
-    asked = [Demand(task="a", gpus=8, cpus=64, memory=2**40, platform="h100")]
-    assert isinstance(place(asked, [Free(node="n")], shared=False), Placement)
+    requested = [Demand(task="a", gpus=8, cpus=64, memory=2**40, platform="h100")]
+    assert isinstance(place(requested, [Free(node="n")], shared=False), Placement)
 
 
-def test_each_reason_is_given_in_words() -> None:
+def test_each_node_that_a_task_cannot_use_has_a_reason() -> None:
     gib = 1024**3
-    asked = Demand(task="a", gpus=8, cpus=32, memory=64 * gib, platform="h100", nodes_excluded=("n0",))
+    requested = Demand(task="a", gpus=8, cpus=32, memory=64 * gib, platform="h100", nodes_excluded=("n0",))
     nodes = [
         Free(node="n0", gpus=8),
         Free(node="n1", gpus=8, platform="a100"),
@@ -53,7 +53,7 @@ def test_each_reason_is_given_in_words() -> None:
         Free(node="n3", gpus=8, cpus=16),
         Free(node="n4", gpus=8, memory=32 * gib, all_memory=128 * gib),
     ]
-    assert reasons(place([asked], nodes, shared=False)) == {
+    assert reasons(place([requested], nodes, shared=False)) == {
         "a": (
             "n0: excluded by nodesExcluded",
             "n1: platform a100, h100 requested",
@@ -62,34 +62,34 @@ def test_each_reason_is_given_in_words() -> None:
             "n4: 32Gi of 128Gi memory free, 64Gi requested",
         )
     }
-    assert reasons(place([asked], [], shared=False)) == {"a": ("the pool has no nodes",)}
+    assert reasons(place([requested], [], shared=False)) == {"a": ("the pool has no nodes",)}
 
 
-def test_labels_are_compared_with_labels_of_nodes() -> None:
+def test_a_task_runs_only_on_nodes_with_its_labels() -> None:
     nodes = [Free(node="n0"), Free(node="n1", labels={"rack": "r2"}), Free(node="n2", labels={"rack": "r1"})]
-    asked = Demand(task="a", labels={"rack": "r1"})
-    assert place([asked], nodes, shared=False) == Placement(nodes={"a": "n2"})
-    assert reasons(place([asked], nodes[:2], shared=False)) == {
+    requested = Demand(task="a", labels={"rack": "r1"})
+    assert place([requested], nodes, shared=False) == Placement(nodes={"a": "n2"})
+    assert reasons(place([requested], nodes[:2], shared=False)) == {
         "a": ("n0: no label rack, r1 requested", "n1: rack r2, r1 requested")
     }
 
 
-def test_nothing_to_place_is_placed() -> None:
+def test_an_empty_gang_is_placed() -> None:
     assert place([], [], shared=False) == Placement(nodes={})
 
 
 @settings(max_examples=300)
 @given(st.lists(GPUS, min_size=1, max_size=5), st.lists(GPUS, min_size=1, max_size=5))
-def test_a_world_that_fits_is_never_refused(asked: list[int], free: list[int]) -> None:
-    demands = [demand(f"t{index}", gpus) for index, gpus in enumerate(asked)]
+def test_a_world_that_fits_is_never_refused(requested: list[int], free: list[int]) -> None:
+    demands = [demand(f"t{index}", gpus) for index, gpus in enumerate(requested)]
     nodes = [Free(node=f"n{index}", gpus=gpus) for index, gpus in enumerate(free)]
     feasible = any(
-        all(gpus <= room for gpus, room in zip(asked, chosen, strict=True)) for chosen in permutations(free, len(asked))
+        all(gpus <= room for gpus, room in zip(requested, chosen, strict=True)) for chosen in permutations(free, len(requested))
     )
     found = place(demands, nodes, shared=False)
     assert isinstance(found, Placement) == feasible
     if isinstance(found, Placement):
-        assert len(set(found.nodes.values())) == len(asked)
+        assert len(set(found.nodes.values())) == len(requested)
         room = {node.node: node.gpus or 0 for node in nodes}
         assert all(item.gpus <= room[found.nodes[item.task]] for item in demands)
     else:
@@ -101,8 +101,8 @@ def test_a_world_that_fits_is_never_refused(asked: list[int], free: list[int]) -
     st.lists(st.tuples(GPUS, st.sampled_from(["w", "v", None])), min_size=1, max_size=5),
     st.lists(GPUS, min_size=1, max_size=4),
 )
-def test_gangs_of_several_worlds_are_placed_if_possible(asked: list[tuple[int, str | None]], free: list[int]) -> None:
-    demands = [demand(f"t{index}", gpus, spread) for index, (gpus, spread) in enumerate(asked)]
+def test_gangs_of_several_worlds_are_placed_if_possible(requested: list[tuple[int, str | None]], free: list[int]) -> None:
+    demands = [demand(f"t{index}", gpus, spread) for index, (gpus, spread) in enumerate(requested)]
     nodes = [Free(node=f"n{index}", gpus=gpus) for index, gpus in enumerate(free)]
 
     def fits(at: int, room: list[int], held: frozenset[tuple[int, str]]) -> bool:
@@ -119,8 +119,8 @@ def test_gangs_of_several_worlds_are_placed_if_possible(asked: list[tuple[int, s
     assert isinstance(place(demands, nodes, shared=False), Placement) == fits(0, free, frozenset())
 
 
-def test_large_gangs_are_placed_in_no_time() -> None:
-    # Only the last task's node is free for it, so that every other one has to move.
+def test_a_gang_of_300_tasks_is_placed_if_other_tasks_must_move() -> None:
+    # The last task can run only on n0, so other tasks have to move.
     nodes = [Free(node=f"n{index}", gpus=8) for index in range(300)]
     demands = [demand(f"t{index}", 8) for index in range(299)]
     demands.append(demand("last", 8, nodes_excluded=tuple(f"n{index}" for index in range(1, 300))))
@@ -153,18 +153,18 @@ def test_a_gang_runs_in_one_rack() -> None:
     assert nodes_of(place_near(gang(3, RACK), RACKS, shared=False)) == ["b1", "b2", "b3"]
 
 
-def test_without_topology_nothing_changes() -> None:
+def test_without_topology_a_gang_uses_the_first_nodes() -> None:
     assert nodes_of(place_near(gang(3), RACKS, shared=False)) == ["a1", "b1", "a2"]
 
 
-def test_required_requests_are_never_dropped() -> None:
-    left = place_near(gang(4, RACK), RACKS, shared=False)
-    assert not isinstance(left, Placement)
-    assert [one.task for one in left] == ["t3"]
-    assert "a1: rack r1, r2 requested" in left[0].reasons
+def test_required_topology_requests_are_never_dropped() -> None:
+    refused = place_near(gang(4, RACK), RACKS, shared=False)
+    assert not isinstance(refused, Placement)
+    assert [one.task for one in refused] == ["t3"]
+    assert "a1: rack r1, r2 requested" in refused[0].reasons
 
 
-def test_preferred_requests_are_dropped_if_there_is_no_room() -> None:
+def test_preferred_topology_requests_are_dropped_if_there_is_no_room() -> None:
     preferred = TopologyRequest(key="rack", required=False)
     assert nodes_of(place_near(gang(3, preferred), RACKS, shared=False)) == ["b1", "b2", "b3"]
     assert len(nodes_of(place_near(gang(5, preferred), RACKS, shared=False))) == 5
@@ -172,8 +172,8 @@ def test_preferred_requests_are_dropped_if_there_is_no_room() -> None:
 
 def test_the_last_preferred_request_is_dropped_first() -> None:
     nodes = [node("a", zone="z1", rack="r1"), node("b", zone="z2", rack="r2"), node("c", zone="z2", rack="r3")]
-    wishes = (TopologyRequest(key="zone", required=False), TopologyRequest(key="rack", required=False))
-    assert nodes_of(place_near(gang(2, *wishes), nodes, shared=False)) == ["b", "c"]
+    requests = (TopologyRequest(key="zone", required=False), TopologyRequest(key="rack", required=False))
+    assert nodes_of(place_near(gang(2, *requests), nodes, shared=False)) == ["b", "c"]
 
 
 def test_each_topology_group_has_its_own_rack() -> None:
@@ -188,9 +188,9 @@ def test_tasks_without_topology_run_on_any_node() -> None:
 
 
 def test_a_label_that_no_node_has_is_named() -> None:
-    left = place_near(gang(2, ZONE), RACKS, shared=False)
-    assert not isinstance(left, Placement)
-    assert left[0].reasons == ("no node has the label `zone`, which its `topology` requests",)
+    refused = place_near(gang(2, ZONE), RACKS, shared=False)
+    assert not isinstance(refused, Placement)
+    assert refused[0].reasons == ("no node has the label `zone`, which its `topology` requests",)
 
 
 def test_a_pool_of_one_node_satisfies_topology_requests() -> None:
@@ -198,21 +198,21 @@ def test_a_pool_of_one_node_satisfies_topology_requests() -> None:
 
 
 MACHINES = st.tuples(st.sampled_from(["r1", "r2", ""]), st.sampled_from(["z1", "z2"]), st.integers(0, 8))
-WISHES = st.lists(
+TOPOLOGY_REQUESTS = st.lists(
     st.sampled_from([RACK, ZONE, TopologyRequest(key="rack", group="b")]), max_size=2, unique_by=lambda near: near.key
 )
 
 
 @settings(max_examples=150)
-@given(st.lists(MACHINES, min_size=2, max_size=5), st.lists(WISHES, max_size=3))
+@given(st.lists(MACHINES, min_size=2, max_size=5), st.lists(TOPOLOGY_REQUESTS, max_size=3))
 def test_a_placement_is_found_exactly_when_there_is_one(
-    machines: list[tuple[str, str, int]], wishes: list[list[TopologyRequest]]
+    machines: list[tuple[str, str, int]], requests: list[list[TopologyRequest]]
 ) -> None:
     nodes = [
         node(f"n{number}", gpus, zone=zone, **({"rack": rack} if rack else {}))
         for number, (rack, zone, gpus) in enumerate(machines)
     ]
-    demands = [Demand(task=f"t{number}", gpus=4, near=tuple(near)) for number, near in enumerate(wishes)]
+    demands = [Demand(task=f"t{number}", gpus=4, near=tuple(near)) for number, near in enumerate(requests)]
 
     def fits(chosen: tuple[int, ...]) -> bool:
         used = [sum(4 for at in chosen if at == number) for number in range(len(nodes))]
@@ -220,12 +220,12 @@ def test_a_placement_is_found_exactly_when_there_is_one(
         for demand, at in zip(demands, chosen, strict=True):
             for near in demand.near:
                 units.setdefault((near.key, near.group), set()).add(nodes[at].labels.get(near.key))
-        roomy = all(asked <= (nodes[number].gpus or 0) for number, asked in enumerate(used))
-        return roomy and all(len(values) == 1 and None not in values for values in units.values())
+        has_room = all(requested <= (nodes[number].gpus or 0) for number, requested in enumerate(used))
+        return has_room and all(len(values) == 1 and None not in values for values in units.values())
 
-    there_is = any(fits(chosen) for chosen in product(range(len(nodes)), repeat=len(demands)))
+    is_possible = any(fits(chosen) for chosen in product(range(len(nodes)), repeat=len(demands)))
     found = place_near(demands, nodes, shared=False)
-    assert isinstance(found, Placement) == there_is
+    assert isinstance(found, Placement) == is_possible
     if isinstance(found, Placement):
         assert fits(tuple(int(found.nodes[demand.task][1:]) for demand in demands))
-    assert isinstance(place(demands, nodes, shared=False), Placement) or not there_is
+    assert isinstance(place(demands, nodes, shared=False), Placement) or not is_possible

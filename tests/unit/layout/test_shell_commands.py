@@ -1,4 +1,4 @@
-"""The reader of shell text: what it makes of words, and that no text can stop it."""
+"""The parser of shell text: the words of each command, and arbitrary text."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def words(text: str, **variables: str) -> list[list[str | None]]:
         ("((a; b); c)", [["a"], ["b"], ["c"]]),
     ],
 )
-def test_words_are_read_as_a_shell_would(text: str, found: list[list[str | None]]) -> None:
+def test_words_are_split_as_by_a_shell(text: str, found: list[list[str | None]]) -> None:
     assert words(text, V="1") == found
 
 
-def test_places_in_here_documents_are_those_of_the_text() -> None:
+def test_offsets_in_here_documents_are_offsets_in_the_whole_text() -> None:
     text = "set -e\nbash <<E\n  a b\nE\n"
     assert [text[command.words[0].offset] for command in read_commands(text)] == ["s", "b", "a"]
 
 
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from(PIECES), max_size=40))
-def test_no_text_stops_the_reader(pieces: list[str]) -> None:
+def test_any_text_can_be_parsed(pieces: list[str]) -> None:
     text = "".join(pieces)
     for command in read_commands(text):
         assert all(text[word.offset :].startswith(word.raw) for word in command.words if word.raw)
 
 
-def test_a_large_script_is_read_quickly() -> None:
+def test_a_large_script_is_parsed_within_a_minute() -> None:
     began = time.perf_counter()
     read_commands("python3 train.py --offset 8 \\\n --size 8 'a b' # comment\n" * 10_000)
     assert time.perf_counter() - began < 60

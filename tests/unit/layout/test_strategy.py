@@ -1,4 +1,4 @@
-"""Strategy blocks: the form of a spec, the conversion of other guides' blocks, and every rule."""
+"""Strategy blocks: distflow's own form, the conversion of blocks from other guides, and all rules."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ROW = re.compile(r"^\| `(\{.*\})` \| ([0-9 +]+) \| (.*) \|$", re.MULTILINE)
 
 
 def rows() -> list[tuple[str, tuple[int, ...], str]]:
-    """The table of converted blocks in docs/strategy-forms.md."""
+    """Return the rows of the table of converted blocks in docs/strategy-forms.md."""
     return [(block, tuple(map(int, sizes.split("+"))), answer) for block, sizes, answer in ROW.findall(PAGE.read_text())]
 
 
 def converted(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
-    """The answer to a block, as the table has it."""
+    """Return the converted block or the problem, as the table shows it."""
     strategy, problems = parse_strategy(block, sizes)
     if strategy is None:
         return f"problem: {problems[0].message}"
@@ -36,8 +36,8 @@ def converted(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
     return f"`{text}`" + (f"; warning: {problems[0].message}" if problems else "")
 
 
-def said(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
-    """A block's meaning."""
+def summary(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
+    """Return the parsed strategy of a block as one line."""
     strategy, problems = parse_strategy(block, sizes)
     if strategy is None:
         return f"problem: {problems[0].message}"
@@ -47,16 +47,16 @@ def said(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize(("block", "sizes", "answer"), rows())
-def test_blocks_of_other_guides_are_converted_as_the_page_says(block: str, sizes: tuple[int, ...], answer: str) -> None:
+def test_blocks_of_other_guides_are_converted_as_the_page_shows(block: str, sizes: tuple[int, ...], answer: str) -> None:
     assert converted(yaml.safe_load(block), sizes) == answer
     strategy, _ = parse_strategy(yaml.safe_load(block), sizes)
     if strategy is not None:
-        again, _ = parse_strategy(strategy.as_block(), sizes)
-        assert again == strategy
+        parsed_again, _ = parse_strategy(strategy.as_block(), sizes)
+        assert parsed_again == strategy
         assert not set(strategy.as_block()) & set(FOREIGN_KEYS)
 
 
-def test_the_table_is_found() -> None:
+def test_the_table_of_the_page_is_found() -> None:
     assert len(rows()) > 20
 
 
@@ -95,8 +95,8 @@ def test_the_table_is_found() -> None:
         ("{kind: none}", (2,), "none [2] dp"),
     ],
 )
-def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, ...], answer: str) -> None:
-    assert said(yaml.safe_load(block), sizes) == answer
+def test_missing_values_follow_from_the_ranks(block: str, sizes: tuple[int, ...], answer: str) -> None:
+    assert summary(yaml.safe_load(block), sizes) == answer
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_remedy(block: str, sizes: tuple[int, ...], message: str, hint: str) -> None:
+def test_each_problem_of_a_strategy_has_a_remedy(block: str, sizes: tuple[int, ...], message: str, hint: str) -> None:
     strategy, problems = parse_strategy(yaml.safe_load(block), sizes)
     assert strategy is None
     assert any(message in problem.message and hint in problem.hint for problem in problems), problems
 
 
-def test_all_problems_are_reported_at_once_at_their_places() -> None:
+def test_all_problems_are_reported_at_once_with_their_paths_and_lines() -> None:
     block = {"kind": "ddpp", "bucket_cap_mb": -1, "mesh": {"shape": [2, 2], "axis_names": ["fsdp"]}}
     path = ("workflow", "groups", 0, "strategy")
     _, problems = parse_strategy(block, (4,), path=path, locate=lambda path: Mark("a.yaml", len(path)))
@@ -230,7 +230,7 @@ def test_all_problems_are_reported_at_once_at_their_places() -> None:
     assert {str(problem.where) for problem in problems} == {"a.yaml:5"}
 
 
-def test_a_warning_stands_beside_a_strategy() -> None:
+def test_a_strategy_may_have_a_warning() -> None:
     strategy, problems = parse_strategy({"model": {"name": "llama"}}, (2,))
     assert strategy is not None
     assert [problem.severity for problem in problems] == [Severity.WARNING]
@@ -250,7 +250,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def strategies(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """A correct block and the sizes of the tasks."""
+    """Return a valid block and the sizes of the tasks."""
     kind = draw(st.sampled_from(KINDS))
     size, tasks = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4))
     if kind == "tp":
@@ -268,14 +268,14 @@ def strategies(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
 
 
 @given(strategies())
-def test_the_block_of_a_strategy_means_the_same(given_block: tuple[dict[str, Any], tuple[int, ...]]) -> None:
+def test_the_block_of_a_strategy_is_parsed_to_the_same_strategy(given_block: tuple[dict[str, Any], tuple[int, ...]]) -> None:
     block, sizes = given_block
     strategy, problems = parse_strategy(block, sizes)
     assert isinstance(strategy, Strategy), problems
     assert strategy.world_size == sum(sizes)
     for form in (strategy.as_block(), json.loads(json.dumps(strategy.normalized()))):
-        again, found = parse_strategy(form, sizes)
-        assert again == strategy, found
+        parsed_again, found = parse_strategy(form, sizes)
+        assert parsed_again == strategy, found
 
 
 @given(
@@ -291,7 +291,7 @@ def test_the_block_of_a_strategy_means_the_same(given_block: tuple[dict[str, Any
     ),
     st.lists(st.integers(1, 8), min_size=1, max_size=3),
 )
-def test_whatever_is_written_gets_an_answer(block: dict[str, Any], sizes: list[int]) -> None:
+def test_any_block_is_a_strategy_or_has_an_error(block: dict[str, Any], sizes: list[int]) -> None:
     strategy, problems = parse_strategy(block, sizes)
     assert (strategy is None) == any(problem.severity is Severity.ERROR for problem in problems)
     if strategy is not None:

@@ -1,4 +1,4 @@
-"""Every table over states and reasons is total, and the roll-up follows OSMO's order."""
+"""The tables of states and reasons are complete, and the state of a workflow follows from its groups as in OSMO."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ OSMO_STATUSES = {
 }  # fmt: skip
 
 
-def test_every_state_and_reason_has_its_row() -> None:
+def test_every_state_and_reason_is_in_its_table() -> None:
     assert set(MOVES) == set(State)
     assert set(WORKFLOW_MOVES) == set(WorkflowState)
     assert set(REASON_TEXT) == set(Reason)
 
 
 @pytest.mark.parametrize(("state", "reason"), list(itertools.product(State, [None, *Reason])))
-def test_every_pair_has_a_status_that_osmo_knows(state: State, reason: Reason | None) -> None:
+def test_every_state_and_reason_of_a_task_has_a_status_of_osmo(state: State, reason: Reason | None) -> None:
     assert status_of(state, reason) in OSMO_STATUSES
 
 
 @pytest.mark.parametrize(("state", "reason"), list(itertools.product(WorkflowState, [None, *Reason])))
-def test_every_workflow_pair_has_a_status_that_osmo_knows(state: WorkflowState, reason: Reason | None) -> None:
+def test_every_state_and_reason_of_a_workflow_has_a_status_of_osmo(state: WorkflowState, reason: Reason | None) -> None:
     assert workflow_status_of(state, reason) in OSMO_STATUSES
 
 
@@ -49,7 +49,7 @@ def test_final_states_are_left_only_by_a_retry() -> None:
             assert is_legal(before, after) is (before.is_final and after is State.RESCHEDULED)
 
 
-def test_every_state_reaches_an_end() -> None:
+def test_a_final_state_can_be_reached_from_every_state() -> None:
     for state in State:
         reached, frontier = {state}, [state]
         while frontier:
@@ -74,7 +74,7 @@ C, F, R, W = State.COMPLETED, State.FAILED, State.RUNNING, State.SCHEDULING
         ([(F, Reason.EXIT_CODE), (State.CANCELED, Reason.CANCELED)], (WorkflowState.CANCELED, Reason.CANCELED)),
     ],
 )
-def test_groups_make_a_workflow(
+def test_the_state_of_a_workflow_follows_from_those_of_its_groups(
     groups: list[tuple[State, Reason | None]], expected: tuple[WorkflowState, Reason | None]
 ) -> None:
     assert roll_up_workflow(groups) == expected

@@ -1,4 +1,4 @@
-"""Plan and binding make what runs."""
+"""A plan and a binding give the launches of the tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BINDING = Binding(
 )
 
 
-def test_every_placeholder_is_filled_but_the_directory() -> None:
+def test_every_placeholder_except_the_directory_is_replaced() -> None:
     plan = group_plan()
     launch = replace(
         plan.launches[1],
@@ -42,7 +42,7 @@ def test_the_plan_overrides_the_nodes_environment() -> None:
     assert bound.environment["MASTER_ADDR"] == "10.0.0.1"
 
 
-def test_an_unknown_interface_is_left_to_torch() -> None:
+def test_no_interface_is_set_if_the_interface_is_unknown() -> None:
     plan = group_plan()
     launches = tuple(replace(launch, environment={"NCCL_SOCKET_IFNAME": "@@IFNAME@@"}) for launch in plan.launches)
     bound = bind(replace(plan, launches=launches), BINDING, workflow_id="w-7", nodes=NODES)
@@ -50,11 +50,11 @@ def test_an_unknown_interface_is_left_to_torch() -> None:
     assert "NCCL_SOCKET_IFNAME" not in bound["t1"].environment
 
 
-def test_each_attempt_knows_its_number() -> None:
+def test_each_attempt_gets_its_number() -> None:
     plan = group_plan()
     launch = replace(plan.launches[0], environment={"DISTFLOW_RETRY_ID": "@@RETRY_ID@@"})
-    numbers = [
+    launches = [
         bind_task(replace(plan, launches=(launch, plan.launches[1])), "t0", BINDING, "w-7", NODES, attempt)
         for attempt in (0, 3)
     ]
-    assert [bound.environment["DISTFLOW_RETRY_ID"] for bound in numbers] == ["0", "3"]
+    assert [bound.environment["DISTFLOW_RETRY_ID"] for bound in launches] == ["0", "3"]

@@ -1,4 +1,4 @@
-"""``distributed.json`` as the parser of ``valohai-utils`` wants it, and as our own calls answer from it."""
+"""``distributed.json``, as ``valohai-utils`` and ``distflow.distributed`` read it, and the programs that look up names."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def plan_of(text: str) -> GroupPlan:
     return compile_plan(spec, worlds, pool="lab", bundles={}).groups[0]
 
 
-def bound(group: GroupPlan) -> dict[str, BoundLaunch]:
+def launches_of(group: GroupPlan) -> dict[str, BoundLaunch]:
     tasks = {one.task: TaskBinding(node=f"n{number}", address=f"10.0.0.{number}") for number, one in enumerate(group.launches)}
     nodes = {one.node: node(one.node) for one in tasks.values()}
     binding = Binding(tasks=tasks, port=29500, leased_at=1_653_386_161.7)
     return bind(group, binding, workflow_id="gang-3", nodes=nodes)
 
 
-def written(launch: BoundLaunch, folder: Path) -> Path:
-    """Put the two files where their task finds them."""
+def write_files(launch: BoundLaunch, folder: Path) -> Path:
+    """Write the files of a launch into the folder, and return the folder."""
     for file in launch.files:
         (folder / Path(file.path).name).write_text(file.text or "")
     return folder
 
 
-def test_members_are_numbered_as_the_ranks_are(tmp_path: Path) -> None:
+def test_members_are_numbered_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     group = plan_of(GANG.replace("ENV", ""))
-    found = json.loads((written(bound(group)["worker-0"], tmp_path) / "distributed.json").read_text())
+    found = json.loads((write_files(launches_of(group)["worker-0"], tmp_path) / "distributed.json").read_text())
     assert [one["member_id"] for one in found["members"]] == [str(number) for number in range(12)]
     assert [one["identity"] for one in found["members"]] == ["n11", *(f"n{i}" for i in range(1, 11)), "n0"]
     assert found["config"] == {"group_name": "task-gang-3-train", "member_id": "1", "required_count": 12}
@@ -73,31 +73,31 @@ def test_members_are_numbered_as_the_ranks_are(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "distributed.yaml").read_text()) == found
 
 
-def test_a_task_finds_its_files_by_its_environment() -> None:
-    launch = bound(plan_of(GANG.replace("ENV", "")))["master"]
+def test_the_environment_of_a_task_names_the_directory_of_its_files() -> None:
+    launch = launches_of(plan_of(GANG.replace("ENV", "")))["master"]
     assert {file.path for file in launch.files} == {"config/distributed.json", "config/distributed.yaml"}
     assert launch.environment["VH_CONFIG_DIR"] == "@@ATTEMPT_DIR@@/config"
     assert launch.environment["VH_JOB_ID"] == "exec-gang-3-master-0"
 
 
-def test_variables_of_that_kind_in_the_spec_switch_it_off() -> None:
+def test_a_task_with_variables_of_valohai_in_the_spec_gets_no_files() -> None:
     group = plan_of(GANG.replace("ENV", ", environment: {VH_CONFIG_DIR: /valohai/config}"))
-    bounds = bound(group)
-    assert bounds["master"].files == ()
-    assert [name for name in bounds["master"].environment if name.startswith("VH_")] == ["VH_CONFIG_DIR"]
-    found = json.loads(bounds["worker-0"].files[0].text or "")
+    launches = launches_of(group)
+    assert launches["master"].files == ()
+    assert [name for name in launches["master"].environment if name.startswith("VH_")] == ["VH_CONFIG_DIR"]
+    found = json.loads(launches["worker-0"].files[0].text or "")
     assert found["config"]["required_count"] == len(found["members"]) == 11
 
 
-def test_a_task_that_is_alone_is_no_member() -> None:
-    launch = bound(plan_of("workflow: {name: w, tasks: [{name: t, command: ['true']}]}"))["t"]
+def test_a_task_without_other_tasks_gets_no_files_or_variables_of_valohai() -> None:
+    launch = launches_of(plan_of("workflow: {name: w, tasks: [{name: t, command: ['true']}]}"))["t"]
     assert launch.files == ()
     assert not any(name.startswith("VH_") for name in launch.environment)
 
 
-def test_the_calls_return_the_same_as_valohais(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_functions_of_distflow_distributed_read_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = plan_of(GANG.replace("ENV", ""))
-    monkeypatch.setenv("VH_CONFIG_DIR", str(written(bound(group)["worker-3"], tmp_path)))
+    monkeypatch.setenv("VH_CONFIG_DIR", str(write_files(launches_of(group)["worker-3"], tmp_path)))
     calls.flush_state()
     assert calls.is_distributed_task()
     assert (calls.rank, calls.member_id, calls.required_count, calls.group_name) == (4, "4", 12, "task-gang-3-train")
@@ -109,12 +109,12 @@ def test_the_calls_return_the_same_as_valohais(tmp_path: Path, monkeypatch: pyte
         calls.member("12")
     assert calls.me().primary_public_ip == "10.0.0.4"
     with pytest.raises(AttributeError):
-        calls.nothing_of_the_kind  # noqa: B018
+        calls.unknown_name  # noqa: B018
     calls.flush_state()
 
 
-def test_ranks_follow_the_ids_as_numbers_or_as_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(bound(plan_of(GANG.replace("ENV", "")))["master"].files[0].text or "")
+def test_members_are_ranked_by_their_ids_as_numbers_or_as_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(launches_of(plan_of(GANG.replace("ENV", "")))["master"].files[0].text or "")
     monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     for ids, order in ((["10", "9", "1"], ["1", "9", "10"]), (["10", "9", "b"], ["10", "9", "b"])):
         members = [dict(found["members"][0], member_id=one) for one in ids]
@@ -124,7 +124,9 @@ def test_ranks_follow_the_ids_as_numbers_or_as_texts(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("text", [None, "no json", "[]", "{}", '{"config": {}, "members": [{}]}'])
-def test_without_the_file_a_task_is_not_distributed(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_missing_or_malformed_file_a_task_is_not_distributed(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     if text is not None:
         (tmp_path / "distributed.json").write_text(text)
@@ -133,11 +135,13 @@ def test_without_the_file_a_task_is_not_distributed(text: str | None, tmp_path: 
         Distributed().config  # noqa: B018
 
 
-def test_valohais_own_package_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valohais_package_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = pytest.importorskip("valohai.internals.distributed_config", reason="valohai-utils is not installed")
     group = plan_of(GANG.replace("ENV", ""))
-    launch = bound(group)["worker-9"]
-    config = theirs.DistributedConfig.from_json_data(json.loads((written(launch, tmp_path) / "distributed.json").read_text()))
+    launch = launches_of(group)["worker-9"]
+    config = theirs.DistributedConfig.from_json_data(
+        json.loads((write_files(launch, tmp_path) / "distributed.json").read_text())
+    )
     monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     ours = Distributed()
     assert (config.group_name, config.member_id, config.required_count) == (ours.group_name, "10", 12)
@@ -164,19 +168,19 @@ def test_valohais_own_package_reads_the_files(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_older_plan_without_members_has_no_files() -> None:
-    """A plan that an earlier distflow stored."""
+    """Earlier versions of distflow stored such plans."""
     group = plan_of(GANG.replace("ENV", ""))
     old = replace(group, launches=tuple(replace(launch, member=None) for launch in group.launches))
-    assert bound(old)["master"].files == ()
+    assert launches_of(old)["master"].files == ()
 
 
-REAL = ("nslookup", "dig", "host")
+PROGRAMS = ("nslookup", "dig", "host")
 ADDRESSES = {"@@ADDRESS:master@@": "192.0.2.7", "@@ADDRESS:worker@@": "2001:db8::7"}
 
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """The scripts for both tasks, as a task finds them."""
+    """A directory with distflow's programs for name look-ups, which know the addresses of both tasks."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for file in name_tools(["nslookup getent dig host", *ADDRESSES]):
@@ -190,7 +194,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 def run(tools: Path, script: str, path: str = os.environ["PATH"]) -> str:
-    """Run a script of a task with the tools first in its PATH; its output and exit code."""
+    """Run a script with the tools first in its ``PATH``, and return its output and exit code."""
     done = subprocess.run(
         ["sh", "-c", script], env={"PATH": f"{tools}:{path}"}, capture_output=True, text=True, timeout=30, check=False
     )
@@ -215,14 +219,14 @@ def run(tools: Path, script: str, path: str = os.environ["PATH"]) -> str:
         "host -t A HOST | grep 'has address' | cut -d' ' -f4",
     ],
 )
-def test_every_usual_lookup_gives_the_address(tools: Path, script: str) -> None:
+def test_every_usual_lookup_prints_the_address(tools: Path, script: str) -> None:
     assert run(tools, script.replace("HOST", "192.0.2.7")) == "192.0.2.7\n(0)"
 
 
 @pytest.mark.parametrize(
     "script", ["nslookup HOST | sed -n 's/^Address: //p'", "dig +short HOST", "host HOST | awk '{print $NF}'"]
 )
-def test_an_address_of_ipv6_is_found_too(tools: Path, script: str) -> None:
+def test_a_lookup_prints_an_ipv6_address(tools: Path, script: str) -> None:
     assert run(tools, script.replace("HOST", "2001:db8::7")) == "2001:db8::7\n(0)"
 
 
@@ -230,7 +234,7 @@ def test_an_address_of_ipv6_is_found_too(tools: Path, script: str) -> None:
     "command",
     [
         "nslookup example.org",
-        "nslookup example.org 192.0.2.7",  # here the address is the server to ask
+        "nslookup example.org 192.0.2.7",  # here the address is that of the name server
         "nslookup -type=PTR 192.0.2.7",
         "dig +short 192.0.2.70",
         "dig -x 192.0.2.7",
@@ -239,7 +243,7 @@ def test_an_address_of_ipv6_is_found_too(tools: Path, script: str) -> None:
         "getent hosts *",
     ],
 )
-def test_everything_else_goes_to_the_real_program(tools: Path, tmp_path: Path, command: str) -> None:
+def test_all_other_queries_run_the_real_program(tools: Path, tmp_path: Path, command: str) -> None:
     real = tmp_path / "real"
     real.mkdir()
     program, _, words = command.partition(" ")
@@ -248,7 +252,7 @@ def test_everything_else_goes_to_the_real_program(tools: Path, tmp_path: Path, c
     assert run(tools, f"set -f; {command}", f"{real}:{os.environ['PATH']}") == f"real: {words}\n(3)"
 
 
-def test_a_program_that_the_node_does_not_have_says_so(tools: Path, tmp_path: Path) -> None:
+def test_a_missing_real_program_is_reported(tools: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = subprocess.run(
         [str(tools / "nslookup"), "example.org"], env={"PATH": f"{tools}:{tmp_path / 'empty'}"}, capture_output=True, text=True,
@@ -258,11 +262,11 @@ def test_a_program_that_the_node_does_not_have_says_so(tools: Path, tmp_path: Pa
     assert done.stderr.startswith("nslookup: not found on this node")
 
 
-@pytest.mark.parametrize("program", REAL)
-def test_the_answer_has_the_form_of_the_real_program(tools: Path, program: str) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_query_for_the_version_runs_the_real_program(tools: Path, program: str) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} not found: apt-get install bind9-dnsutils")
-    # The real program is only asked for its version: nothing leaves this machine.
+    # The query for the version needs no network.
     version = {"nslookup": "-version", "dig": "-v", "host": "-V"}[program]
     assert run(tools, f"{program} {version}") == run(tools, f"{shutil.which(program)} {version}")
 

@@ -1,4 +1,4 @@
-"""Which container a task runs in, and what a spec says of containers in vain."""
+"""The container of a task, and warnings about keys of a spec that have no effect."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_without_a_runtime_or_an_image_there_is_no_container() -> None:
 def test_an_ignored_key_is_reported_once() -> None:
     spec, problems = load_spec_text(SPEC, "spec.yaml", Path.cwd())
     assert problems == ()
-    boxed, plain = replace(node("n1"), container="docker"), node("n2")
-    assert container_notices(spec, (boxed,)) == ()
-    found = [problem.as_text().partition("\n")[0] for problem in container_notices(spec, (boxed, plain))]
+    docker_node, plain_node = replace(node("n1"), container="docker"), node("n2")
+    assert container_notices(spec, (docker_node,)) == ()
+    found = [problem.as_text().partition("\n")[0] for problem in container_notices(spec, (docker_node, plain_node))]
     assert found == [
         "spec.yaml:6: warning: `image` is ignored on nodes with `container: none`: tasks run on the node's own Python",
         "spec.yaml:7: warning: `volumeMounts` is ignored on nodes with `container: none`: nothing is mounted at `/b`",
@@ -59,8 +59,8 @@ def test_an_ignored_key_is_reported_once() -> None:
 
 def test_the_warning_about_a_venv_says_whether_all_nodes_use_containers() -> None:
     spec = replace(load_spec_text(SPEC, "spec.yaml", Path.cwd())[0], venv=Requirements(file="r.txt", lines=("torch",)))
-    boxed, plain = replace(node("n1"), container="docker"), node("n2")
-    assert venv_notices(spec, (plain,)) == ()
-    (always,), (sometimes,) = venv_notices(spec, (boxed,)), venv_notices(spec, (boxed, plain))
+    docker_node, plain_node = replace(node("n1"), container="docker"), node("n2")
+    assert venv_notices(spec, (plain_node,)) == ()
+    (always,), (sometimes,) = venv_notices(spec, (docker_node,)), venv_notices(spec, (docker_node, plain_node))
     assert always.message == "`a` runs in a container and does not use the packages of `venv`"
     assert sometimes.message == "`a` does not use the packages of `venv` on nodes where it runs in a container"

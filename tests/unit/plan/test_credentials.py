@@ -1,4 +1,4 @@
-"""What a task is given of the values that are stored for its workflow."""
+"""The stored credentials of a workflow that a task gets: variables, directories and the login of a registry."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def launch(*credentials: PlannedCredential, names: tuple[str, ...] = (), image: 
     return Launch(task="t", lead=True, argv=("true",), environment={}, credentials=credentials, secret_names=names, image=image)
 
 
-def test_variables_and_directories() -> None:
+def test_credentials_become_variables_and_directories() -> None:
     one = PlannedCredential(name="wandb", variables={"KEY": "key", "TOKEN": "key"})
     two = PlannedCredential(name="wandb", path="files/x")
     given = task_secrets(launch(one, two, names=("TOKEN",)), STORED)
     assert {name: value.reveal() for name, value in given.variables.items()} == {"KEY": "one line", "TOKEN": "by --set-env"}
     files = given.directories["files/x"]
-    # Programs that read keys want their last line ended.
+    # Programs that read keys need a line feed at the end of the last line.
     assert {name: value.reveal() for name, value in files.items()} == {"key": "one line", "a:b": "two\nlines\n"}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "missing"),
     [
         (launch(PlannedCredential(name="wandb", variables={"A": "gone"})), "the key gone of the credential wandb"),
         (launch(PlannedCredential(name="wand", path="files/x")), "the credential wand"),
         (launch(names=("OTHER",)), "OTHER of --set-env"),
     ],
 )
-def test_the_error_names_the_missing_value(given: Launch, said: str) -> None:
-    with pytest.raises(LookupError, match=f"^{said}$"):
+def test_the_error_names_the_missing_value(given: Launch, missing: str) -> None:
+    with pytest.raises(LookupError, match=f"^{missing}$"):
         task_secrets(given, STORED)
 
 
@@ -54,7 +54,7 @@ def test_the_error_names_the_missing_value(given: Launch, said: str) -> None:
         ("", ""),
     ],
 )
-def test_the_registry_of_an_image(image: str, registry: str) -> None:
+def test_a_task_gets_the_login_of_its_images_registry(image: str, registry: str) -> None:
     assert registry_of(image) == registry
     login = task_secrets(launch(image=image), STORED).login
     assert (login is not None) == (registry == "registry.example")

@@ -1,4 +1,4 @@
-"""Groups that may run in several sizes: each is checked, and planned as a whole."""
+"""Elastic groups, which may run in several sizes: each size is checked and has a complete plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _compiled(text: str = SPEC) -> tuple[WorkflowSpec, Plan]:
     return spec, compile_plan(spec, worlds, pool="lab", bundles={})
 
 
-def test_every_size_is_a_plan_of_its_own() -> None:
+def test_every_size_has_its_own_plan() -> None:
     (group,) = _compiled()[1].groups
     assert [[one.task for one in size.launches] for size in group.smaller] == [
         ["watcher", "master", "worker-0", "worker-1"],
@@ -52,16 +52,16 @@ def test_every_size_is_a_plan_of_its_own() -> None:
     ]
     assert group.smaller_after_s == 300.0
     assert group.sized(5) is group
-    three = group.sized(4)
-    assert three.world is not None
-    assert (three.world.world_size, three.master, three.lead.task) == (6, "master", "master")
-    for size, ranks in ((group, "8"), (three, "6"), (group.sized(3), "4")):
+    smaller_group = group.sized(4)
+    assert smaller_group.world is not None
+    assert (smaller_group.world.world_size, smaller_group.master, smaller_group.lead.task) == (6, "master", "master")
+    for size, ranks in ((group, "8"), (smaller_group, "6"), (group.sized(3), "4")):
         assert size.launch("master").argv[-2:] == ("--ranks", ranks)
         environment = size.launch("master").environment
         assert environment["DISTFLOW_WORLD_SIZE"] == ranks
         assert environment["NNODES"] == environment["PET_NNODES"] == str(int(ranks) // 2)
         assert size.launch("worker-0").argv[-2:] == ("--nodes", str(int(ranks) // 2))
-        # What a task is given does not hang on how many there are.
+        # The ranks of a task do not depend on the number of tasks.
         assert size.launch("worker-0").ranks == group.launch("worker-0").ranks
 
 
@@ -73,13 +73,13 @@ def test_an_attempt_gets_only_the_tasks_that_run() -> None:
     link = launches["master"].gang
     assert link is not None
     assert link.others == ("watcher", "worker-0")
-    shown = next(file.text for file in launches["master"].files if file.path.endswith("distributed.json"))
-    assert shown is not None
-    assert '"required_count": 3' in shown
-    assert "worker-1" not in shown
+    members = next(file.text for file in launches["master"].files if file.path.endswith("distributed.json"))
+    assert members is not None
+    assert '"required_count": 3' in members
+    assert "worker-1" not in members
 
 
-def test_the_picture_marks_tasks_that_may_be_left_out() -> None:
+def test_the_drawing_marks_tasks_that_may_be_left_out() -> None:
     world = _compiled()[1].groups[0].world
     assert world is not None
     noted = [line.split()[0] for line in draw_world(world).splitlines() if line.endswith("may be left out")]

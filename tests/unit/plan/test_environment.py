@@ -1,4 +1,4 @@
-"""What a task finds in its environment, and above all what it does not."""
+"""The environment variables that a task gets, and those that it must not get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _environment(size: int = 8, tasks: int = 2, resource: ResourceSpec | None = 
     )
 
 
-def test_torchrun_alone_joins_the_right_world() -> None:
+def test_torchrun_gets_its_options_from_variables() -> None:
     environment = _environment()
     assert {name: environment[name] for name in environment if name.startswith("PET_")} == {
         "PET_NNODES": "2",
@@ -28,12 +28,12 @@ def test_torchrun_alone_joins_the_right_world() -> None:
     }
 
 
-def test_a_task_of_several_ranks_is_no_rank_itself() -> None:
-    # A bare `python train.py` would join a world of sixteen as one process, and hang.
+def test_a_task_of_several_ranks_has_no_variables_of_one_rank() -> None:
+    # With them, `python train.py` would join the world of 16 ranks as one process, and hang.
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} & set(_environment())
 
 
-def test_a_task_of_one_rank_is_that_rank() -> None:
+def test_a_task_of_one_rank_has_the_variables_of_this_rank() -> None:
     environment = _environment(size=1)
     assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "0", "2")
 
@@ -46,9 +46,9 @@ def test_the_layout_is_in_variables_of_distflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "expected"), [(None, None), (0, "@@GPU_IDS@@"), (4, "@@GPU_IDS@@")], ids=["not said", "none", "four"]
+    ("gpu", "expected"), [(None, None), (0, "@@GPU_IDS@@"), (4, "@@GPU_IDS@@")], ids=["not set", "none", "four"]
 )
-def test_gpus_are_hidden_unless_the_spec_says_nothing(gpu: int | None, expected: str | None) -> None:
+def test_visible_gpus_are_restricted_if_the_spec_has_a_number_of_gpus(gpu: int | None, expected: str | None) -> None:
     assert _environment(resource=ResourceSpec(gpu=gpu)).get("CUDA_VISIBLE_DEVICES") == expected
 
 
@@ -62,27 +62,27 @@ def test_variables_of_the_spec_override_others() -> None:
     assert _environment(MASTER_PORT="29500", NCCL_SOCKET_IFNAME="ib0")["MASTER_PORT"] == "29500"
 
 
-def test_a_task_without_a_world_has_no_variables_of_one() -> None:
+def test_a_task_without_a_world_has_no_variables_of_a_world() -> None:
     environment = task_environment(group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given={})
     assert not {name for name in environment if name.startswith(("PET_", "MASTER_", "NCCL_", "RANK", "WORLD"))}
 
 
-def test_debug_is_torchs_own_and_the_spec_wins_over_it() -> None:
-    def made(*, debug: bool, **given: str) -> dict[str, str]:
+def test_debug_sets_the_variable_of_torch_unless_the_spec_sets_it() -> None:
+    def environment_with(*, debug: bool, **given: str) -> dict[str, str]:
         return task_environment(group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given=given, debug=debug)
 
-    assert made(debug=True)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-    assert made(debug=True)["DISTFLOW_DEBUG"] == "1"
-    assert made(debug=True, TORCH_DISTRIBUTED_DEBUG="INFO")["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
-    assert not {name for name in made(debug=False) if "DEBUG" in name or "TORCH_" in name}
+    assert environment_with(debug=True)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert environment_with(debug=True)["DISTFLOW_DEBUG"] == "1"
+    assert environment_with(debug=True, TORCH_DISTRIBUTED_DEBUG="INFO")["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert not {name for name in environment_with(debug=False) if "DEBUG" in name or "TORCH_" in name}
 
 
-def test_the_first_checkpoint_is_where_the_program_writes() -> None:
-    def made(checkpoint: str | None, **given: str) -> dict[str, str]:
+def test_the_path_of_the_checkpoint_is_a_variable_unless_the_spec_sets_it() -> None:
+    def environment_with(checkpoint: str | None, **given: str) -> dict[str, str]:
         return task_environment(
             group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given=given, checkpoint=checkpoint
         )
 
-    assert "DISTFLOW_CHECKPOINT" not in made(None)
-    assert made("work/ckpt")["DISTFLOW_CHECKPOINT"] == "@@ATTEMPT_DIR@@/work/ckpt"
-    assert made("work/ckpt", DISTFLOW_CHECKPOINT="/scratch")["DISTFLOW_CHECKPOINT"] == "/scratch"
+    assert "DISTFLOW_CHECKPOINT" not in environment_with(None)
+    assert environment_with("work/ckpt")["DISTFLOW_CHECKPOINT"] == "@@ATTEMPT_DIR@@/work/ckpt"
+    assert environment_with("work/ckpt", DISTFLOW_CHECKPOINT="/scratch")["DISTFLOW_CHECKPOINT"] == "/scratch"

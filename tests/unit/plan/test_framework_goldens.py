@@ -1,4 +1,4 @@
-"""What each launcher and framework makes of a spec: command, environment and files, as ``goldens/frameworks`` shows them."""
+"""The commands, environments and files of each launcher and framework, compared with ``goldens/frameworks``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from distflow.spec.parse import load_spec_text, schema_text
 GOLDENS = Path(__file__).parents[2] / "goldens" / "frameworks"
 CASES = sorted(GOLDENS.glob("*.yaml"))
 RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/plan/test_framework_goldens.py"
-EVERY_TASKS = ("DISTFLOW_", "VH_", "PYTHONUNBUFFERED", "PET_", "NCCL_", "GLOO_", "TP_", "CUDA_VISIBLE_DEVICES", "OMP_")
-"""What stands in the environment of every task of a world; other tests speak of it."""
+COMMON_PREFIXES = ("DISTFLOW_", "VH_", "PYTHONUNBUFFERED", "PET_", "NCCL_", "GLOO_", "TP_", "CUDA_VISIBLE_DEVICES", "OMP_")
+"""Prefixes of the variables of every task of a world, which other tests cover."""
 
 
 def plan_of(path: Path) -> GroupPlan:
@@ -38,7 +38,7 @@ def described(group: GroupPlan, launch: Launch) -> list[str]:
     shown = {
         name: value
         for name, value in launch.environment.items()
-        if not name.startswith(EVERY_TASKS) or name == "DISTFLOW_STRATEGY"
+        if not name.startswith(COMMON_PREFIXES) or name == "DISTFLOW_STRATEGY"
     }
     lines = [f"{launch.task}:", *(f"  {word}" for word in launch.argv), "environment:"]
     lines += [f"  {name}={value}" for name, value in shown.items()]
@@ -49,7 +49,7 @@ def described(group: GroupPlan, launch: Launch) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_the_plan_is_as_the_golden_shows(path: Path) -> None:
+def test_the_plan_matches_the_golden_file(path: Path) -> None:
     group = plan_of(path)
     parts = ["\n".join(described(group, launch)) for launch in group.launches]
     parts += ["the others are stopped when the lead has completed"] if group.ends_with_lead else []
@@ -63,7 +63,7 @@ def test_the_plan_is_as_the_golden_shows(path: Path) -> None:
         pytest.fail("\n".join([*lines, "", f"if this is right: {RENEW}"]), pytrace=False)
 
 
-def test_every_row_of_the_tables_has_a_golden_and_a_word_in_the_schema() -> None:
+def test_every_framework_and_launcher_is_in_a_golden_file_and_in_the_schema() -> None:
     texts = "\n".join(path.read_text() for path in CASES)
     for name in FRAMEWORKS:
         assert f"framework: {name}\n" in texts, name
@@ -82,7 +82,7 @@ def test_variables_of_the_spec_override_the_framework() -> None:
     assert (launch.environment["JAX_NUM_PROCESSES"], launch.environment["JAX_PROCESS_ID"]) == ("7", "0")
 
 
-def test_the_script_to_run_by_hand_has_the_files_too() -> None:
+def test_the_script_to_run_by_hand_has_the_files_and_the_python_path() -> None:
     group = plan_of(GOLDENS / "deepspeed.yaml")
     text = script(group, group.launches[0])
     assert '"$ATTEMPT_DIR"/config/hostfile' in text
@@ -91,7 +91,7 @@ def test_the_script_to_run_by_hand_has_the_files_too() -> None:
     assert distributed_environment("master", {})["VH_JOB_ID"].startswith("exec-")
 
 
-def test_the_script_to_run_by_hand_names_its_missing_container(tmp_path: Path) -> None:
+def test_the_script_to_run_by_hand_mentions_that_it_has_no_container(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("workflow: {name: w, tasks: [{name: t, image: 'py:3', command: ['true']}, {name: u, command: ['true']}]}\n")
     spec, _ = load_spec_text(path.read_text(), path.name, path.parent)

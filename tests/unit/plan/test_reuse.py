@@ -1,4 +1,4 @@
-"""Which sent directories the attempts on a node may take over from each other."""
+"""Sent directories that later attempts on a node may reuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ workflow:
         ("code", "\n    checkpoint: [{path: saved, url: 'file:///x', frequency: 60}]", False),
     ],
 )
-def test_only_directories_outside_of_the_output_are_taken_over(tmp_path: Path, path: str, more: str, is_reusable: bool) -> None:
+def test_directories_outside_of_outputs_are_reusable_unless_a_task_has_checkpoints(
+    tmp_path: Path, path: str, more: str, is_reusable: bool
+) -> None:
     (tmp_path / "code").mkdir()
     spec, _ = load_spec_text(SPEC.replace("PATH", path) + more, "spec.yaml", tmp_path)
     worlds, _ = check_layout(spec)

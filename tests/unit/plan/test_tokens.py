@@ -1,4 +1,4 @@
-"""Tokens become numbers and placeholders; mentions of injected paths follow the files."""
+"""The replacement of tokens by numbers and placeholders, and of the paths of injected files by their new paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLD = WorldLayout(world_size=16, tasks=(MASTER, WORKER), style="ranks")
         ("{{nothing_known}}", "{{nothing_known}}"),
     ],
 )
-def test_each_token_has_its_value(text: str, expected: str) -> None:
+def test_each_token_is_replaced_by_its_value(text: str, expected: str) -> None:
     assert rewriter(WORKER, WORLD, [])(text) == expected
 
 
@@ -33,23 +33,23 @@ def test_each_token_has_its_value(text: str, expected: str) -> None:
     ("text", "expected"),
     [
         ("{{input:1}}/model {{input:crop}}", "@@ATTEMPT_DIR@@/input/1/model @@ATTEMPT_DIR@@/input/1"),
-        # Of two entries for one task its name means the first.
+        # If two entries name the same task, its name refers to the first one.
         ("{{input:2}}", "@@ATTEMPT_DIR@@/input/2"),
         ("{{input:0}} {{input:other}}", "{{input:0}} {{input:other}}"),
     ],
 )
-def test_inputs_are_directories_by_position_and_by_task(text: str, expected: str) -> None:
+def test_tokens_name_inputs_by_position_or_by_task(text: str, expected: str) -> None:
     inputs = (InputSpec(position=1, task="crop"), InputSpec(position=2, task="crop", regex="a"))
     assert rewriter(None, None, [], inputs)(text) == expected
 
 
-def test_inputs_of_earlier_workflows_are_named_by_their_task_too() -> None:
+def test_tokens_name_inputs_of_earlier_workflows_by_their_task() -> None:
     earlier = (EarlierInput(position=0, workflow="train-7", task="prepare"), DataSpec(position=2, url="s3://b/x"))
     rewrite = rewriter(None, None, [], (InputSpec(position=1, task="prepare"),), earlier)
     assert rewrite("{{input:prepare}} {{input:1}} {{input:2}}") == " ".join(f"@@ATTEMPT_DIR@@/input/{i}" for i in range(3))
 
 
-def test_the_address_of_an_unknown_task_stays_text() -> None:
+def test_the_token_of_an_unknown_host_is_kept() -> None:
     assert rewriter(None, None, [], hosts={"a"})("{{host:a}} {{host:b}}") == "@@ADDRESS:a@@ {{host:b}}"
 
 
@@ -63,11 +63,11 @@ def test_the_address_of_an_unknown_task_stays_text() -> None:
         (["/data/"], ["load the data", "--data=/data"], set()),
         (["./"], ["ls /. /x"], set()),
         (["/data/"], ["ls data/x"], {"/data"}),
-        # Two files for distflow, and each form means its own.
+        # These are two files, and each form names its own file.
         (["/a.sh", "a.sh"], ["bash a.sh; bash /a.sh"], set()),
     ],
 )
-def test_paths_in_their_relative_form_lie_where_the_task_starts(
+def test_files_that_are_used_by_a_relative_path_are_put_into_the_working_directory(
     injected: list[str], texts: list[str], expected: set[str]
 ) -> None:
     found = paths_in_work([(path, path.endswith("/")) for path in injected], [("", text) for text in texts])
@@ -85,16 +85,16 @@ def test_the_absolute_and_relative_form_of_a_path_are_one_file() -> None:
     assert place_of("/other", in_work) == "files/other"
 
 
-def test_a_path_in_its_own_file_does_not_count() -> None:
+def test_the_path_of_a_file_in_the_file_itself_is_ignored() -> None:
     assert paths_in_work([("/train.py", False)], [("/train.py", "usage: python3 train.py"), ("", "python3 /train.py")]) == {}
 
 
 @pytest.mark.parametrize(("text", "expected"), [("echo > tmp/x", True), ("ls ./tmp/", True), ("ls /tmp/x a/tmp/ tmpx", False)])
-def test_a_task_that_uses_tmp_gets_it(text: str, expected: bool) -> None:
+def test_uses_of_a_relative_tmp_directory_are_found(text: str, expected: bool) -> None:
     assert uses_tmp([("", text)]) is expected
 
 
-def test_rank_tokens_stay_text_where_there_is_no_world() -> None:
+def test_rank_tokens_are_kept_without_a_world() -> None:
     assert rewriter(None, None, [])("{{rank_offset}} {{master_addr}}") == "{{rank_offset}} @@MASTER_ADDR@@"
 
 
@@ -113,14 +113,14 @@ FILES = [("/train.py", False), ("/tmp/entry.sh", False), ("/data", True), ("/dat
         ("cp x {{output}}/train.py", "cp x @@ATTEMPT_DIR@@/output/train.py"),
         ('$(pwd)/train.py ~/train.py ${A}/train.py "$A"/train.py', '$(pwd)/train.py ~/train.py ${A}/train.py "$A"/train.py'),
         ("/train.py.", "@@ATTEMPT_DIR@@/files/train.py."),
-        # Other paths that merely contain it.
+        # Other paths that only contain an injected path.
         ("/train.py.bak", "/train.py.bak"),
         ("/train.pyc", "/train.pyc"),
         ("/opt/train.py", "/opt/train.py"),
         ("./train.py", "./train.py"),
         ("s3://bucket/train.py", "s3://bucket/train.py"),
         ("/train.py/x", "/train.py/x"),
-        # A directory takes along what lies in it.
+        # Paths inside an injected directory.
         ("ls /data /data/x.bin", "ls @@ATTEMPT_DIR@@/files/data @@ATTEMPT_DIR@@/files/data/x.bin"),
         ("/database /data-old", "/database /data-old"),
         ("/data/train.py", "@@ATTEMPT_DIR@@/files/data/train.py"),
@@ -149,6 +149,6 @@ def test_directories_of_osmos_containers_become_directories_of_the_attempt() -> 
     assert place_of("/osmo/data") == "files/osmo/data"
 
 
-def test_relative_files_lie_in_the_working_directory() -> None:
+def test_relative_files_are_put_into_the_working_directory() -> None:
     assert place_of("conf/a.yaml") == "work/conf/a.yaml"
     assert place_of("/tmp/a.sh") == "files/tmp/a.sh"

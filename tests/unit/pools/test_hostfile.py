@@ -1,4 +1,4 @@
-"""Hostfiles as people have them: what each form means, every finding of a wrong one, and the nodes they become."""
+"""Hostfiles: the meaning of each form of a line, all problems of invalid files, and the resulting nodes and pools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lab() -> Configuration:
         ("user@[fd00::1] slots=8", ("fd00::1", "user", 8)),
     ],
 )
-def test_every_form_of_a_line(line: str, host: tuple[str, str | None, int | None]) -> None:
+def test_every_form_of_a_line_is_parsed(line: str, host: tuple[str, str | None, int | None]) -> None:
     assert hosts_in(line + "\n") == [host]
 
 
@@ -82,17 +82,17 @@ def test_a_line_may_name_the_python_of_its_host() -> None:
     ]  # fmt: skip
 
 
-def test_comments_and_empty_lines_are_no_hosts() -> None:
+def test_comments_and_empty_lines_are_ignored() -> None:
     assert hosts_in("# the lab\n\ngpu1\n   \n#gpu2\ngpu3 # slots=8") == [("gpu1", None, None), ("gpu3", None, None)]
 
 
-def test_a_host_in_several_plain_lines_has_as_many_slots() -> None:
+def test_a_host_in_several_plain_lines_has_one_slot_for_each_line() -> None:
     # As in the machine files of batch systems.
     assert hosts_in("gpu1\ngpu2\ngpu1\ngpu1\n") == [("gpu1", None, 3), ("gpu2", None, None)]
 
 
 @pytest.mark.parametrize(
-    ("first", "again"),
+    ("first", "second"),
     [
         ("gpu1", "gpu1 slots=8"),
         ("gpu1 slots=8", "gpu1"),
@@ -101,12 +101,12 @@ def test_a_host_in_several_plain_lines_has_as_many_slots() -> None:
         ("gpu1", "other@gpu1"),
     ],
 )
-def test_a_host_given_again_with_slots_or_another_user_is_a_finding(first: str, again: str) -> None:
-    assert "hosts:3: error: the host `gpu1` is already in line 1" in refusal(f"{first}\ngpu2\n{again}\n")
+def test_a_host_given_again_with_slots_or_another_user_is_a_problem(first: str, second: str) -> None:
+    assert "hosts:3: error: the host `gpu1` is already in line 1" in refusal(f"{first}\ngpu2\n{second}\n")
 
 
-def test_all_findings_come_at_once_with_their_lines() -> None:
-    said = refusal(
+def test_all_problems_are_reported_at_once_with_their_lines() -> None:
+    messages = refusal(
         "gpu1 slots=x\ngpu2 slts=8\nfd00::1\ngpu[1-4]\ngpu5,gpu6\n-oProxyCommand=x\ngpu4 8\ngpu5 slots=8 slots=9\n"
         "gpu6:8 slots=8\ngpu7 slots=8 max_slots=2\ngpu8 gpu9\n@gpu1\ngpu10:\n[gpu1]\ngpu11 slots=1000000\ngpu12 slots\n"
         "gpu13 python=\ngpu14 python=-c\ngpu15 python=/a python=/b\n"
@@ -132,33 +132,33 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
         "hosts:18: error: `python=-c` is not a single path or name",
         "hosts:19: error: `python=/a python=/b` is not a single path or name",
     ):
-        assert expected in said
+        assert expected in messages
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
-def test_a_hostfile_without_hosts_is_a_finding(text: str) -> None:
+def test_a_hostfile_without_hosts_is_a_problem(text: str) -> None:
     assert (
         refusal(text) == "hosts: error: the hostfile has no hosts\n    write one host on each line, for example `gpu1 slots=8`"
     )
 
 
-def test_a_file_of_another_kind_has_few_findings() -> None:
-    said = refusal("this is no hostfile\n" * 1000)
-    assert said.startswith("hosts: error: this file does not look like a hostfile")
-    assert said.count("error:") == 4
-    assert said.endswith("hosts:1: error: 2998 more problems from this line on")
-    said = refusal("".join(f"gpu{number} slot=8\n" for number in range(60)))
-    assert said.count("error:") == 51
-    assert said.endswith("hosts:51: error: 10 more problems from this line on\n    check that this file is a hostfile")
+def test_only_a_few_problems_of_a_file_of_another_kind_are_reported() -> None:
+    messages = refusal("this is not hosts\n" * 1000)
+    assert messages.startswith("hosts: error: this file does not look like a hostfile")
+    assert messages.count("error:") == 4
+    assert messages.endswith("hosts:1: error: 2998 more problems from this line on")
+    messages = refusal("".join(f"gpu{number} slot=8\n" for number in range(60)))
+    assert messages.count("error:") == 51
+    assert messages.endswith("hosts:51: error: 10 more problems from this line on\n    check that this file is a hostfile")
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_hosts_or_findings(text: str) -> None:
+def test_any_text_has_hosts_or_problems(text: str) -> None:
     hosts, problems = parse_hostfile(text, "hosts")
     assert hosts or problems
 
 
-def test_a_file_that_is_not_a_hostfile_is_one_finding(tmp_path: Path) -> None:
+def test_directories_and_binary_huge_or_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2 << 20)
@@ -172,7 +172,7 @@ def test_a_file_that_is_not_a_hostfile_is_one_finding(tmp_path: Path) -> None:
             load_hostfile(str(tmp_path / name))
 
 
-def test_hosts_become_nodes_with_the_settings_of_all() -> None:
+def test_hosts_become_nodes_with_the_settings_of_the_pool_or_of_known_nodes() -> None:
     base = Node(name="", host="", root="/scratch", python="/opt/python", user="ubuntu", gpus=8)
     known = Node(name="gpu2", host="192.0.2.2", port=2222, root="/x", python="/y", gpus=4)
     one, two, three = nodes_of(
@@ -185,7 +185,7 @@ def test_hosts_become_nodes_with_the_settings_of_all() -> None:
     assert (three.user, three.gpus) == ("root", 1)
 
 
-def test_without_a_pool_over_ssh_a_hostfile_is_a_pool_of_its_own() -> None:
+def test_a_hostfile_is_a_separate_pool_if_no_pool_over_ssh_is_selected() -> None:
     here = parse_configuration("pools: {here: {backend: local}}", "d.yaml", root="/n", machine=MACHINE)
     for pool in (
         choose_pool(here, hosts=[Host(host="gpu1", slots=8)]),
@@ -197,7 +197,7 @@ def test_without_a_pool_over_ssh_a_hostfile_is_a_pool_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"given": "lab"}, {"wanted": "lab"}])
-def test_the_settings_of_a_pool_over_ssh_hold_for_a_hostfile(flags: dict[str, str]) -> None:
+def test_the_settings_of_a_pool_over_ssh_apply_to_a_hostfile(flags: dict[str, str]) -> None:
     pool = choose_pool(lab(), hosts=[Host(host="gpu9"), Host(host="gpu2")], **flags)
     assert (pool.name, pool.host_key_policy, [node.name for node in pool.nodes]) == ("lab", "accept-new", ["gpu9", "gpu2"])
     nine, two = pool.nodes
@@ -218,14 +218,14 @@ def test_a_hostfile_for_a_pool_that_cannot_have_one_is_refused() -> None:
         choose_pool(lab(), given="hostfile")
 
 
-def test_a_pool_may_name_a_hostfile(tmp_path: Path) -> None:
+def test_a_pool_may_have_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("gpu1 slots=2\nme@gpu2\n")
     text = "pools:\n  lab: {backend: ssh, hostfile: hosts, defaults: {gpus: 8, user: ubuntu}}\n"
     pool = parse_configuration(text, str(tmp_path / "distflow.yaml"), root="/n", machine=MACHINE).pools["lab"]
     assert [(node.name, node.user, node.gpus) for node in pool.nodes] == [("gpu1", "ubuntu", 2), ("gpu2", "me", 8)]
 
 
-def test_findings_of_a_pools_hostfile_are_reported_with_others(tmp_path: Path) -> None:
+def test_problems_of_a_pools_hostfile_are_reported_with_others(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("gpu1 slots=x\n")
     text = (
         "default_pool: a\npools:\n  a: {backend: ssh, hostfile: hosts, nodes: [x]}\n  b: {backend: local, hostfile: hosts}\n"
@@ -234,7 +234,7 @@ def test_findings_of_a_pools_hostfile_are_reported_with_others(tmp_path: Path) -
     file = tmp_path / "distflow.yaml"
     with pytest.raises(ProblemsFound) as caught:
         parse_configuration(text, str(file), root="/n", machine=MACHINE)
-    said = str(caught.value)
+    messages = str(caught.value)
     for expected in (
         f"{file}:3: error: the pool has both `nodes` and `hostfile`",
         f"{tmp_path}/hosts:1: error: `slots=x`: `slots` must be a whole number",
@@ -243,4 +243,4 @@ def test_findings_of_a_pools_hostfile_are_reported_with_others(tmp_path: Path) -
         f"{file}:6: error: a pool with `backend: ssh` needs `nodes` or a `hostfile`",
         f"{file}:7: error: `pools.e.hostfile` must be a string",
     ):
-        assert expected in said
+        assert expected in messages

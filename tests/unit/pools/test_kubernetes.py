@@ -24,7 +24,7 @@ def refusal(text: str, folder: Path = Path("/nowhere")) -> str:
     return str(caught.value)
 
 
-def test_all_settings_of_a_pool(tmp_path: Path) -> None:
+def test_all_settings_of_a_pool_are_read(tmp_path: Path) -> None:
     (tmp_path / "pod.yaml").write_text("kind: Pod\nspec: {containers: [{imagePullPolicy: Never}]}\n")
     pool = pool_of(
         "pools:\n  k:\n    backend: kubernetes\n    kubernetes:\n"
@@ -51,7 +51,9 @@ def test_all_settings_of_a_pool(tmp_path: Path) -> None:
     assert pool.template.root == "/distflow"
 
 
-def test_a_path_is_absolute_also_if_that_of_the_configuration_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_become_absolute_if_the_path_of_the_configuration_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     pool = pool_of("pools:\n  k: {backend: kubernetes, kubernetes: {kubeconfig: kube}}\n", Path())
     assert pool.kubernetes is not None
@@ -61,7 +63,7 @@ def test_a_path_is_absolute_also_if_that_of_the_configuration_is_not(tmp_path: P
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("kind: Job\nspec: {}\n")
     (tmp_path / "broken.yaml").write_text("spec: {\n")
-    said = refusal(
+    messages = refusal(
         "default_pool: a\npools:\n"
         "  a: {backend: kubernetes, nodes: [n1], kubernetes: {pod_template: job.yaml, idle_release: 0s}}\n"
         "  b: {backend: kubernetes, kubernetes: {pod_template: broken.yaml}}\n"
@@ -76,4 +78,4 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         "`backend: kubernetes` has no `nodes`", "`kubernetes` needs `backend: kubernetes`", "`login` needs `backend: slurm` or",
         "`constraint` of a platform needs `backend: slurm`\n    remove it; with `backend: kubernetes`, a platform has `node_",
     ):  # fmt: skip
-        assert part in said, said
+        assert part in messages, messages

@@ -1,4 +1,4 @@
-"""The configuration: where it is looked for, what it becomes, and every finding about a wrong one."""
+"""The configuration: the search for its file, its pools and nodes, and all problems of invalid ones."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def environ(home: Path, **more: str) -> dict[str, str]:
     return {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "XDG_DATA_HOME": str(home / "data"), **more}
 
 
-def written(folder: Path, name: str = "distflow.yaml") -> str:
+def write_configuration(folder: Path, name: str = "distflow.yaml") -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("pools: {local: {backend: local}}\n")
     return str(folder / name)
 
 
-def test_without_any_file_there_is_this_machine(tmp_path: Path) -> None:
+def test_without_a_file_the_only_pool_is_this_machine(tmp_path: Path) -> None:
     found = load_configuration(tmp_path, environ(tmp_path), MACHINE)
     assert (list(found.pools), found.default_pool, found.file) == (["local"], "local", None)
     pool = found.pools["local"]
@@ -72,56 +72,56 @@ def test_without_any_file_there_is_this_machine(tmp_path: Path) -> None:
     )
 
 
-def test_a_state_directory_of_its_own_holds_the_node_too(tmp_path: Path) -> None:
+def test_the_root_of_the_local_node_is_in_the_state_directory(tmp_path: Path) -> None:
     found = load_configuration(tmp_path, environ(tmp_path, DISTFLOW_STATE=str(tmp_path / "state")), MACHINE)
     assert found.pools["local"].nodes[0].root == str(tmp_path / "state" / "node")
 
 
-def test_a_configured_root_wins_over_the_state_directory(tmp_path: Path) -> None:
+def test_a_configured_root_overrides_the_state_directory(tmp_path: Path) -> None:
     (tmp_path / "distflow.yaml").write_text("pools: {here: {backend: local, root: /scratch/me}}\n")
     found = load_configuration(tmp_path, environ(tmp_path, DISTFLOW_STATE="/state"), MACHINE)
     assert found.pools["here"].nodes[0].root == "/scratch/me"
 
 
-def test_the_file_is_looked_for_up_to_the_repository(tmp_path: Path) -> None:
+def test_the_search_for_the_file_ends_at_the_repository(tmp_path: Path) -> None:
     repository = tmp_path / "home" / "repo"
     (repository / ".git").mkdir(parents=True)
-    above = written(tmp_path / "home")
+    above = write_configuration(tmp_path / "home")
     inner = repository / "a" / "b"
     inner.mkdir(parents=True)
     assert find_configuration(inner, environ(tmp_path)) is None
     assert find_configuration(tmp_path / "home", environ(tmp_path / "home")) == above
-    own = written(repository)
+    own = write_configuration(repository)
     assert find_configuration(inner, environ(tmp_path)) == own
-    nearer = written(repository / "a")
+    nearer = write_configuration(repository / "a")
     assert find_configuration(inner, environ(tmp_path)) == nearer
 
 
-def test_the_file_is_looked_for_up_to_the_home(tmp_path: Path) -> None:
+def test_the_search_for_the_file_ends_at_the_home_directory(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    written(tmp_path)
+    write_configuration(tmp_path)
     (home / "a").mkdir(parents=True)
     assert find_configuration(home / "a", environ(home)) is None
-    own = written(home)
+    own = write_configuration(home)
     assert find_configuration(home / "a", environ(home)) == own
 
 
-def test_outside_of_home_and_repositories_only_the_working_directory_counts(tmp_path: Path) -> None:
-    # /tmp belongs to everybody: what lies there must not decide what runs.
-    written(tmp_path)
+def test_outside_of_home_and_repositories_only_the_working_directory_is_searched(tmp_path: Path) -> None:
+    # All users can write to /tmp, so a file there must not configure a run.
+    write_configuration(tmp_path)
     (tmp_path / "a").mkdir()
     assert find_configuration(tmp_path / "a", environ(tmp_path / "home")) is None
 
 
-def test_the_users_own_file_comes_last(tmp_path: Path) -> None:
-    user = written(tmp_path / "config" / "distflow")
+def test_the_file_in_the_users_configuration_directory_comes_last(tmp_path: Path) -> None:
+    user = write_configuration(tmp_path / "config" / "distflow")
     assert find_configuration(tmp_path, environ(tmp_path)) == user
-    nearer = written(tmp_path)
+    nearer = write_configuration(tmp_path)
     assert find_configuration(tmp_path, environ(tmp_path)) == nearer
 
 
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a file another user's: by giving it away, or else by being somebody else."""
+def change_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make another user the owner of a file. Without root, give this process another user id instead."""
     if os.geteuid() == 0:
         os.chown(path, 54321, 54321)
     else:
@@ -129,8 +129,8 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_of_another_user_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path)
-    give_away(Path(path), monkeypatch)
+    path = write_configuration(tmp_path)
+    change_owner(Path(path), monkeypatch)
     with pytest.raises(InputError, match=r"distflow does not trust the configuration .*: it belongs to the user") as caught:
         load_configuration(tmp_path, environ(tmp_path), MACHINE)
     assert f"DISTFLOW_CONFIG={path}" in caught.value.hint
@@ -141,16 +141,16 @@ def test_a_file_of_another_user_is_refused_with_the_remedy(tmp_path: Path, monke
 
 def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can give a link away")
+        pytest.skip("only root can change the owner of a link")
     (tmp_path / "work").mkdir()
     link = tmp_path / "work" / "distflow.yaml"
-    link.symlink_to(written(tmp_path / "mine"))
+    link.symlink_to(write_configuration(tmp_path / "mine"))
     assert find_configuration(tmp_path / "work", environ(tmp_path)) == str(link)
     os.chown(link, 54321, 54321, follow_symlinks=False)
     with pytest.raises(InputError, match="it belongs to the user") as caught:
         find_configuration(tmp_path / "work", environ(tmp_path))
     assert f"`sudo chown -h $(id -un) {link}`" in caught.value.hint
-    give_away(link.resolve(), monkeypatch)
+    change_owner(link.resolve(), monkeypatch)
     os.chown(link, 0, 0, follow_symlinks=False)
     with pytest.raises(InputError, match="it belongs to the user") as caught:
         find_configuration(tmp_path / "work", environ(tmp_path))
@@ -159,7 +159,7 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("mode", "why"), [(0o646, "every user may write"), (0o664, "every user in the group"), (0o644, "")])
 def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, why: str) -> None:
-    path = Path(written(tmp_path))
+    path = Path(write_configuration(tmp_path))
     if os.geteuid() == 0:
         os.chown(path, -1, 54321)
     elif "group" in why:
@@ -174,40 +174,40 @@ def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, w
 
 
 def test_roots_file_that_others_may_write_to_needs_sudo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(written(tmp_path / "my project"))
+    path = Path(write_configuration(tmp_path / "my project"))
     path.chmod(0o646)
     if os.geteuid() != 0:
-        pytest.skip("only root has a file of root")
+        pytest.skip("only root can create a file of root")
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     with pytest.raises(InputError, match="every user may write") as caught:
         find_configuration(path.parent, environ(tmp_path))
     assert f"`sudo chmod go-w '{path}'`" in caught.value.hint
 
 
-def test_a_group_of_the_user_alone_may_write(tmp_path: Path) -> None:
-    path = Path(written(tmp_path))
+def test_a_file_that_the_users_private_group_may_write_to_is_accepted(tmp_path: Path) -> None:
+    path = Path(write_configuration(tmp_path))
     user = pwd.getpwuid(os.geteuid())
     group = grp.getgrgid(user.pw_gid)
     if group.gr_name != user.pw_name or set(group.gr_mem) - {user.pw_name}:
-        pytest.skip("this user has no group of its own")
+        pytest.skip("this user has no private group")
     path.chmod(0o664)
     assert find_configuration(tmp_path, environ(tmp_path)) == str(path)
 
 
 def test_a_repository_of_another_user_is_not_a_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shared" / ".git").mkdir(parents=True)
-    above = written(tmp_path / "shared")
+    above = write_configuration(tmp_path / "shared")
     project = tmp_path / "shared" / "project"
     project.mkdir()
     assert find_configuration(project, environ(tmp_path / "home")) == above
-    give_away(tmp_path / "shared" / ".git", monkeypatch)
+    change_owner(tmp_path / "shared" / ".git", monkeypatch)
     assert find_configuration(project, environ(tmp_path / "home")) is None
 
 
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ProblemsFound, match=r"/no\.yaml: error: the file does not exist"):
         load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG="/no.yaml"), MACHINE)
-    named = written(tmp_path / "x", "other.yaml")
+    named = write_configuration(tmp_path / "x", "other.yaml")
     assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=named), MACHINE).file == named
 
 
@@ -217,7 +217,7 @@ def test_a_directory_named_like_the_configuration_is_an_error(tmp_path: Path) ->
         load_configuration(tmp_path, environ(tmp_path), MACHINE)
 
 
-def test_a_node_wins_over_the_defaults_and_those_over_the_pool() -> None:
+def test_keys_of_a_node_override_the_defaults_which_override_the_pool() -> None:
     node = only_node("""
 pools:
   here:
@@ -248,7 +248,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only_node("pools: {here: {backend: local, root: ~/.distflow}}").root == "/home/me/.distflow"
 
 
-def test_times_have_units() -> None:
+def test_durations_and_sizes_may_have_units() -> None:
     pool = parsed(
         "pools: {here: {backend: local, stop_grace: 0, node_lost_after: 2m, retention: 7d, ping: 1.5, max_log: 64Mi}}"
     ).pools["here"]
@@ -257,14 +257,14 @@ def test_times_have_units() -> None:
     assert pool.connect_timeout_s == 10
 
 
-def test_the_default_pool() -> None:
+def test_the_default_pool_is_the_named_one_or_the_only_one() -> None:
     assert parsed("pools: {a: {backend: local}}").default_pool == "a"
     assert parsed("default_pool: b\npools: {a: {backend: local}, b: {backend: local}}").default_pool == "b"
     assert "add `default_pool: a`" in refusal("pools: {a: {backend: local}, b: {backend: local}}")
     assert "there is no pool `lba`\n    did you mean `lab`?" in refusal("default_pool: lba\npools: {lab: {backend: local}}")
 
 
-def test_a_machine_behind_ssh_is_asked_for_what_the_file_does_not_say() -> None:
+def test_the_resources_of_an_ssh_node_are_unknown_unless_the_file_has_them() -> None:
     pool = parsed(
         "pools:\n  lab:\n    backend: ssh\n    host_key_policy: accept-new\n    defaults: {user: me}\n    nodes:\n"
         "    - gpu1\n    - {name: gpu2, host: 192.0.2.2, port: 2222, identity_file: /k, root: ~/x, gpus: 4}\n"
@@ -288,8 +288,8 @@ def test_a_pool_over_ssh_needs_nodes() -> None:
     assert "needs `nodes`" in refusal("pools:\n  lab:\n    backend: ssh\n")
 
 
-def test_all_findings_come_at_once_with_their_lines() -> None:
-    said = refusal("""\
+def test_all_problems_are_reported_at_once_with_their_lines() -> None:
+    messages = refusal("""\
 defaultpool: a
 pools:
   a:
@@ -322,7 +322,7 @@ pools:
         "distflow.yaml:13: error: `-bad-` is not a valid name here",
         "distflow.yaml:13: error: `pools.-bad-` has no `backend`",
     ):
-        assert expected in said
+        assert expected in messages
 
 
 @pytest.mark.parametrize(
@@ -342,11 +342,11 @@ pools:
         ('pools: {a: {backend: local, setup: "cd /x\\0"}}', "distflow.yaml:1: error: `pools.a.setup` contains a NUL byte"),
     ],
 )
-def test_wrong_shapes_are_findings(text: str, words: str) -> None:
+def test_an_invalid_document_is_refused_with_the_reason(text: str, words: str) -> None:
     assert words in refusal(text)
 
 
-def test_the_schema_is_valid_and_gives_nodes_what_defaults_have() -> None:
+def test_the_schema_is_valid_and_nodes_have_all_keys_of_defaults() -> None:
     import jsonschema
 
     schema = json.loads(configuration_schema_text())
@@ -365,7 +365,7 @@ def test_memory_is_read_from_meminfo() -> None:
     assert parse_memory("") is None
 
 
-def test_this_machine_has_something() -> None:
+def test_this_machine_has_cpus_memory_and_a_python() -> None:
     machine = this_machine()
     assert machine.cpus
     assert machine.memory

@@ -1,4 +1,4 @@
-"""Pools on Ray in the configuration: what they become, and every finding about a wrong one."""
+"""Pools on Ray in the configuration: their settings, and all problems of invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pool_of(text: str) -> Pool:
     return pool
 
 
-def test_all_keys() -> None:
+def test_all_keys_are_read() -> None:
     pool = pool_of("""
 pools:
   ray:
@@ -51,7 +51,7 @@ def test_the_pythons_of_login_and_tasks_default_to_each_other(keys: str, pythons
     assert (pool.ray.python, pool.node("n1@abc").python) == pythons  # type: ignore[union-attr]
 
 
-def test_all_findings_come_at_once_with_their_lines_and_remedies() -> None:
+def test_all_problems_are_reported_at_once_with_their_lines_and_remedies() -> None:
     with pytest.raises(ProblemsFound) as caught:
         pool_of("""
 pools:
@@ -67,7 +67,7 @@ pools:
     platforms:
       h100: {partition: gpu, resources: {GPU: 1, big: -1}}
 """)
-    said = str(caught.value)
+    messages = str(caught.value)
     for expected in (
         "distflow.yaml:5: error: a pool with `backend: ray` has no `nodes`, because Ray chooses the nodes",
         "distflow.yaml:6: error: `slurm` needs `backend: slurm`",
@@ -80,4 +80,4 @@ pools:
         "distflow.yaml:13: error: `GPU` of a platform comes from the `resources` of the spec",
         "distflow.yaml:13: error: `pools.ray.platforms.h100.resources.big`",
     ):
-        assert expected in said
+        assert expected in messages

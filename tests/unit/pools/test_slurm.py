@@ -1,4 +1,4 @@
-"""Pools on Slurm in the configuration: what they become, and every finding about a wrong one."""
+"""Pools on Slurm in the configuration: their settings, and all problems of invalid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
-def test_all_keys() -> None:
+def test_all_keys_are_read() -> None:
     pool = pool_of("""
 pools:
   cluster:
@@ -105,8 +105,8 @@ def test_a_login_node_is_a_name_a_destination_or_a_mapping(login: str, host: str
     assert (node.name, node.host, node.user, node.port) == (host, host, user, None)
 
 
-def test_all_findings_come_at_once_with_their_lines_and_remedies() -> None:
-    said = refusal("""\
+def test_all_problems_are_reported_at_once_with_their_lines_and_remedies() -> None:
+    messages = refusal("""\
 default_pool: a
 pools:
   a:
@@ -185,4 +185,4 @@ pools:
         "distflow.yaml:27: error: `pools.d.slurm.time` must be at least 1 minute",
         "distflow.yaml:28: error: `--gpus-per-task` requests only the generic resource `gpu`, not `tpu`",
     ):
-        assert expected in said
+        assert expected in messages

@@ -1,4 +1,4 @@
-"""Blobs that one task has as its own file while another task requests them."""
+"""Blobs of a node: changed and truncated ones are not reused."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_a_blob_that_a_task_changes_during_a_request_is_reported_as_missing(
 
     utime = os.utime
 
-    def utime_late(path: str, **times: Any) -> None:
+    def utime_after_change(path: str, **times: Any) -> None:
         blob.write_bytes(b"changed by the task")
         utime(path, **times)
 
-    monkeypatch.setattr(os, "utime", utime_late)
+    monkeypatch.setattr(os, "utime", utime_after_change)
     blobs.missing(str(tmp_path), request)
     assert blob.read_bytes() == data or blobs.missing(str(tmp_path), request) == [name]
     blob.write_bytes(b"changed by the task later")

@@ -1,3 +1,5 @@
+"""The removal of workflows, Python environments, leases and distflow itself from a node."""
+
 from __future__ import annotations
 
 import hashlib  # noqa: F401  a process that is no longer root may be unable to import it
@@ -23,16 +25,16 @@ NOBODY = 65534
 W1, W2 = "1" * 32, "2" * 32
 
 
-def make(root: str | Path, workflow: str, below: str = "work") -> Path:
-    """A workflow's directory, marked, with an attempt."""
+def make_workflow(root: str | Path, workflow: str, below: str = "work") -> Path:
+    """Create the marked directory of a workflow, with one attempt."""
     attempt = Path(root, workflow, "g/t/0")
     (attempt / below).mkdir(parents=True, exist_ok=True)
     mark(os.path.join(root, workflow))
     return attempt
 
 
-def as_a_user(folder: Path, work: Callable[[], None]) -> None:
-    """Do ``work`` in a directory as a user other than root, because modes of files do not restrict root."""
+def run_as_user(folder: Path, work: Callable[[], None]) -> None:
+    """Run ``work`` in a directory as a user other than root, because modes of files do not restrict root."""
     if os.getuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
     with warnings.catch_warnings():
@@ -54,41 +56,41 @@ def as_a_user(folder: Path, work: Callable[[], None]) -> None:
 
 def test_directories_that_a_task_made_read_only_are_removed(tmp_path: Path) -> None:
     def work() -> None:
-        attempt = make(".", W1, "work/closed/deeper")
+        attempt = make_workflow(".", W1, "work/closed/deeper")
         (attempt / "work/closed/deeper").chmod(0)
         (attempt / "work/closed").chmod(0o555)
         (attempt / "work").chmod(0o555)
         cleaning.clean(".", W1, keep_output=True)
         assert list(attempt.iterdir()) == []
-        make(".", W1, "output/closed/deeper")
+        make_workflow(".", W1, "output/closed/deeper")
         (attempt / "output/closed").chmod(0o555)
         cleaning.clean(".", W1, keep_output=False)
         assert os.listdir(".trash") == []
 
-    as_a_user(tmp_path, work)
+    run_as_user(tmp_path, work)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs files of two users")
 def test_files_that_cannot_be_removed_do_not_prevent_the_removal_of_another_workflow(tmp_path: Path) -> None:
     """Root in a container leaves such files."""
-    left = make(tmp_path, W1, "work/of-root") / "work/of-root/file"
-    left.touch()
-    for folder in [*list(left.parents)[1:6], tmp_path / W1 / MARKER]:
+    file = make_workflow(tmp_path, W1, "work/of-root") / "work/of-root/file"
+    file.touch()
+    for folder in [*list(file.parents)[1:6], tmp_path / W1 / MARKER]:
         os.chown(folder, NOBODY, NOBODY)
 
     def work() -> None:
-        make(".", W2)
+        make_workflow(".", W2)
         with pytest.raises(PermissionError):
             cleaning.clean(".", W1, keep_output=False)
         (kept,) = os.listdir(".trash")
         cleaning.clean(".", W2, keep_output=False)
         assert os.listdir(".trash") == [kept]
 
-    as_a_user(tmp_path, work)
+    run_as_user(tmp_path, work)
 
 
 def test_an_attempt_that_may_run_on_another_machine_with_the_same_root_is_kept(tmp_path: Path) -> None:
-    attempt = make(tmp_path, W1)
+    attempt = make_workflow(tmp_path, W1)
     (attempt / "runner.json").write_text(json.dumps({"phase": "running", "host": "another", "boot_id": "its own"}))
     assert cleaning.survey(str(tmp_path))["workflows"][0]["alive"] == [f"{W1}/g/t/0"]
     with pytest.raises(OpError, match=f"still running: {W1}/g/t/0"):
@@ -100,46 +102,48 @@ def test_an_attempt_that_may_run_on_another_machine_with_the_same_root_is_kept(t
 
 def test_a_survey_continues_if_a_workflow_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (W1, W2):
-        make(tmp_path, name)
+        make_workflow(tmp_path, name)
     found = attempts.workflows
 
-    def before_a_removal(root: str) -> list[str]:
+    def list_before_a_removal(root: str) -> list[str]:
         names = found(root)
         attempts.remove(os.path.join(root, W1, "g/t/0"))  # as for a released lease
         return names
 
-    monkeypatch.setattr(attempts, "workflows", before_a_removal)
+    monkeypatch.setattr(attempts, "workflows", list_before_a_removal)
     assert [one["uuid"] for one in cleaning.survey(str(tmp_path))["workflows"]] == [W2]
 
 
 def test_two_agents_can_remove_the_same_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as by `node clean` on two machines."""
-    make(tmp_path, W1)
+    """This happens if `node clean` runs on two machines at the same time."""
+    make_workflow(tmp_path, W1)
     rename = os.rename
 
-    def after_another(*given: Any) -> None:
+    def rename_after_another_removal(*given: Any) -> None:
         monkeypatch.setattr(os, "rename", rename)
         cleaning.clean(str(tmp_path), W1, keep_output=False)
         rename(*given)
 
-    monkeypatch.setattr(os, "rename", after_another)
+    monkeypatch.setattr(os, "rename", rename_after_another_removal)
     assert cleaning.clean(str(tmp_path), W1, keep_output=False) == {"freed_bytes": 0}
     assert not (tmp_path / W1).exists()
     assert os.listdir(tmp_path / ".trash") == []
 
 
-def test_no_attempt_can_take_over_files_while_they_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = make(tmp_path, W1, "work/code")
+def test_files_are_renamed_before_their_removal_so_that_no_attempt_takes_them_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = make_workflow(tmp_path, W1, "work/code")
     for name in ("output", ".removed-1-work"):
         (attempt / name / "deeper").mkdir(parents=True)
     rmtree = shutil.rmtree
     removed = []
 
-    def checked(path: str) -> None:
+    def check_and_remove(path: str) -> None:
         removed.append(os.path.basename(path).startswith(".removed-"))
         rmtree(path)
 
-    monkeypatch.setattr(shutil, "rmtree", checked)
+    monkeypatch.setattr(shutil, "rmtree", check_and_remove)
     cleaning.clean(str(tmp_path), W1, keep_output=True)
     assert (os.listdir(attempt), removed) == (["output"], [True, True])
 
@@ -161,7 +165,9 @@ def make_venv(root: Path) -> Path:
     return directory
 
 
-def test_an_environment_that_a_task_gets_during_its_removal_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_a_task_starts_to_use_during_its_removal_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = make_venv(tmp_path)
     uses: list[set[str]] = [set(), {directory.name}]
     monkeypatch.setattr(cleaning, "_used_venvs", lambda _root: uses.pop(0))
@@ -183,29 +189,29 @@ def test_distflow_is_not_removed_while_an_environment_is_built(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs files of two users")
-def test_a_workflow_that_cannot_be_removed_with_distflow_is_reported_once_and_removed_later(tmp_path: Path) -> None:
+def test_a_workflow_that_uninstall_cannot_remove_is_reported_once_and_removed_later(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    left = make(root, W1, "work/of-root") / "work/of-root/file"
-    left.touch()
+    file = make_workflow(root, W1, "work/of-root") / "work/of-root/file"
+    file.touch()
     mark(str(root))
-    for path in [*list(left.parents)[1:7], root / W1 / MARKER, root / MARKER]:
+    for path in [*list(file.parents)[1:7], root / W1 / MARKER, root / MARKER]:
         os.chown(path, NOBODY, NOBODY)
 
     def work() -> None:
         assert [line.rpartition(": ")[2] for line in cleaning.uninstall("root", {})["left"]] == ["Permission denied"]
         assert [name.partition("-")[0] for name in os.listdir("root/.trash")] == [W1]
 
-    as_a_user(tmp_path, work)
+    run_as_user(tmp_path, work)
     shutil.rmtree(next((root / ".trash").rglob("of-root")))
 
     def work_again() -> None:
         assert cleaning.uninstall("root", {})["left"] == []
 
-    as_a_user(tmp_path, work_again)
+    run_as_user(tmp_path, work_again)
     assert not root.exists()
 
 
-def test_the_files_of_all_leases_are_removed_with_distflow(tmp_path: Path) -> None:
+def test_uninstall_removes_the_lease_directory(tmp_path: Path) -> None:
     root, leases = tmp_path / "root", tmp_path / "leases"
     root.mkdir()
     mark(str(root))
@@ -216,7 +222,7 @@ def test_the_files_of_all_leases_are_removed_with_distflow(tmp_path: Path) -> No
     assert not leases.exists()
 
 
-def test_locks_that_remain_are_reported_with_their_holder_or_the_error(tmp_path: Path) -> None:
+def test_uninstall_reports_remaining_locks_with_their_holder_or_the_error(tmp_path: Path) -> None:
     root, leases = tmp_path / "root", tmp_path / "leases"
     root.mkdir()
     mark(str(root))

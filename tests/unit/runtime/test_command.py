@@ -8,7 +8,7 @@ from pathlib import Path
 from distflow.runtime.guard import command
 
 
-def test_a_child_that_fails_before_its_start_says_why(tmp_path: Path) -> None:
+def test_a_failure_of_the_child_before_the_program_starts_is_reported(tmp_path: Path) -> None:
     not_open = 1 << 20
     spawned = command.spawn({"argv": ["true"], "env": {}}, "", str(tmp_path), not_open, 0o77)
     os.close(spawned.go)

@@ -17,7 +17,7 @@ from distflow.runtime.wire import OpError
 
 
 @pytest.fixture(autouse=True)
-def _no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_netcat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not create the substitute for `nc`."""
     monkeypatch.setattr(netcat, "add_to", lambda _directory: "")
 
@@ -44,25 +44,25 @@ def launch(**container: Any) -> dict[str, Any]:
     }
 
 
-def known_of(one: dict[str, Any], attempt: str, env: dict[str, str]) -> dict[str, Any]:
-    """Return the data for removing its container."""
+def removal_data(one: dict[str, Any], attempt: str, env: dict[str, str]) -> dict[str, Any]:
+    """Return the data that is stored for the removal of a launch's container."""
     known = containers.identify(one, attempt, env)
     assert known is not None
     return known
 
 
-def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
+def test_no_value_of_an_environment_variable_is_in_the_command_line(path: str) -> None:
     env = {"PATH": path, "LR": "1", "TOKEN": "canary", "DISTFLOW_ATTEMPT": "w/g/t/0"}
-    words = containers.wrap(launch(), "w/g/t/0", "/attempt", env)
-    assert words[:2] == [f"{path}/podman", "run"]
-    assert "canary" not in " ".join(words)
-    assert [words[at + 1] for at, word in enumerate(words) if word == "--env"] == [
+    arguments = containers.wrap(launch(), "w/g/t/0", "/attempt", env)
+    assert arguments[:2] == [f"{path}/podman", "run"]
+    assert "canary" not in " ".join(arguments)
+    assert [arguments[at + 1] for at, word in enumerate(arguments) if word == "--env"] == [
         "CUDA_VISIBLE_DEVICES", "DISTFLOW_ATTEMPT", "LR", "TOKEN",
     ]  # fmt: skip
-    assert words[-6:] == ["--entrypoint", "python3", "repo/image:1", "train.py", "--lr", "1"]
-    assert "/attempt:/attempt" in words
-    assert "/a:/b" in words
-    assert "nvidia.com/gpu=all" in words
+    assert arguments[-6:] == ["--entrypoint", "python3", "repo/image:1", "train.py", "--lr", "1"]
+    assert "/attempt:/attempt" in arguments
+    assert "/a:/b" in arguments
+    assert "nvidia.com/gpu=all" in arguments
     assert "--privileged" in containers.wrap(launch(privileged=True), "w/g/t/0", "/attempt", env)
 
 
@@ -76,20 +76,22 @@ def test_limits_are_passed_to_the_engine(path: str) -> None:
     assert not {"--memory", "--cpus"} & set(without)
 
 
-def test_the_specs_path_applies_inside_and_the_nodes_path_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_specs_path_applies_inside_the_container_and_the_nodes_path_outside(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", path)
     own = launch() | {"env": {"PATH": "/opt/inside"}, "path_prepend": ["/venv/bin"]}
     env = command.environment(own, "w/g/t/0", "/attempt")
     assert path in env["PATH"].split(":")
-    words = containers.wrap(own, "w/g/t/0", "/attempt", env)
-    assert words[0] == f"{path}/podman"
-    assert [word for word in words if "PATH" in word] == ["PATH=/opt/inside"]
+    arguments = containers.wrap(own, "w/g/t/0", "/attempt", env)
+    assert arguments[0] == f"{path}/podman"
+    assert [word for word in arguments if "PATH" in word] == ["PATH=/opt/inside"]
     env = command.environment(own | {"container": None}, "w/g/t/0", "/attempt")
     assert env["PATH"].split(":")[:2] == ["/venv/bin", "/opt/inside"]
     assert path not in env["PATH"].split(":")
 
 
-def test_distflow_train_can_be_imported_inside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distflow_train_can_be_imported_inside_the_container(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", path)
     own = launch() | {"python_path": ["/attempt/lib"], "env": {"PYTHONPATH": "/mine"}}
     env = command.environment(own, "w/g/t/0", "/attempt")
@@ -101,14 +103,14 @@ def test_distflow_train_can_be_imported_inside(path: str, monkeypatch: pytest.Mo
 
 def test_programs_for_the_task_precede_the_path_of_the_image(path: str) -> None:
     own = launch() | {"path": ["/attempt/bin"]}
-    for words in (
+    for arguments in (
         containers.wrap(own, "w/g/t/0", "/attempt", {"PATH": path}),
         containers.enter(own, "w/g/t/0", "/attempt", {"PATH": path}, terminal=False),
     ):
-        assert words[-5:] == ["/attempt/bin", "python3", "train.py", "--lr", "1"]
-        at = words.index("-c")
+        assert arguments[-5:] == ["/attempt/bin", "python3", "train.py", "--lr", "1"]
+        at = arguments.index("-c")
         done = subprocess.run(
-            ["/bin/sh", "-c", words[at + 1], "/attempt/bin", "sh", "-c", 'echo "$PATH $1"', "x", "a b"],
+            ["/bin/sh", "-c", arguments[at + 1], "/attempt/bin", "sh", "-c", 'echo "$PATH $1"', "x", "a b"],
             env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout == "/attempt/bin:/usr/bin:/bin a b\n"
@@ -123,14 +125,14 @@ def test_the_data_for_removing_a_container_contains_no_secret(path: str) -> None
         "HOME": "/home/me",
     }
     secret = launch() | {"secret_env": {"DOCKER_TOKEN": "canary"}}
-    known = known_of(secret, "w/g/t/0", env)
+    known = removal_data(secret, "w/g/t/0", env)
     assert known["env"] == {"DOCKER_HOST": "unix:///x", "HOME": "/home/me"}
     assert known["name"] in containers.wrap(launch(), "w/g/t/0", "/attempt", env)
-    assert known_of(secret, "w/g/t/1", env)["name"] != known["name"]
+    assert removal_data(secret, "w/g/t/1", env)["name"] != known["name"]
 
 
 def test_a_failed_removal_of_a_container_is_reported(path: str) -> None:
-    known = known_of(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
+    known = removal_data(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
     assert containers.remove(known) == f"its container `{known['name']}` could not be removed: boom: unix:///x"
     assert Path(path, "podman.args").read_text().split() == ["rm", "--force", known["name"]]
     assert containers.remove(None) is None
@@ -139,25 +141,25 @@ def test_a_failed_removal_of_a_container_is_reported(path: str) -> None:
     assert "cannot run `/nowhere/podman`" in gone
 
 
-def test_auto_uses_the_first_installed_program(path: str) -> None:
+def test_runtime_auto_uses_the_first_installed_program(path: str) -> None:
     auto = launch(runtime="auto")
-    assert known_of(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/docker"
+    assert removal_data(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/docker"
     os.unlink(f"{path}/docker")
-    assert known_of(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/podman"
+    assert removal_data(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/podman"
 
 
 @pytest.mark.parametrize(
-    ("runtime", "words"),
+    ("runtime", "message"),
     [
         ("docker", "docker is not installed on this node; install it, or"),
         ("auto", "none of docker, podman, apptainer is installed on this node; install one, or"),
     ],
 )
-def test_a_missing_program_is_an_error_with_a_remedy(runtime: str, words: str) -> None:
+def test_a_missing_program_is_an_error_with_a_remedy(runtime: str, message: str) -> None:
     with pytest.raises(OpError) as caught:
         containers.pull(launch(runtime=runtime)["container"], {"PATH": "/nowhere"}, "/root")
     assert caught.value.kind == "no_container"
-    assert words in caught.value.message
+    assert message in caught.value.message
 
 
 @pytest.fixture
@@ -176,30 +178,30 @@ def with_apptainer(tmp_path: Path) -> str:
 def test_apptainer_pulls_an_image_once_to_a_file(with_apptainer: str, tmp_path: Path) -> None:
     env, root = {"PATH": f"{with_apptainer}:/usr/bin:/bin"}, str(tmp_path / "root")
     login = {"registry": "r", "auth": "bWU6Y2FuYXJ5"}
-    box = launch(runtime="apptainer", mounts=[])["container"]
-    assert containers.pull(box, env, root, login) == {"program": f"{with_apptainer}/apptainer", "was_there": False}
-    assert containers.pull(box, env, root, login)["was_there"] is True
-    (words,) = Path(with_apptainer, "args").read_text().splitlines()
-    assert words.startswith("pull --force ")
-    assert words.endswith(" docker://repo/image:1")
-    assert "canary" not in words
+    container = launch(runtime="apptainer", mounts=[])["container"]
+    assert containers.pull(container, env, root, login) == {"program": f"{with_apptainer}/apptainer", "was_there": False}
+    assert containers.pull(container, env, root, login)["was_there"] is True
+    (line,) = Path(with_apptainer, "args").read_text().splitlines()
+    assert line.startswith("pull --force ")
+    assert line.endswith(" docker://repo/image:1")
+    assert "canary" not in line
     assert Path(with_apptainer, "login").read_text() == "me canary\n"
     assert [path.suffix for path in (tmp_path / "root" / "images").iterdir()] == [".sif"]
-    assert containers.pull({**box, "image": "oras://repo/image.sif"}, env, root)["was_there"] is False
+    assert containers.pull({**container, "image": "oras://repo/image.sif"}, env, root)["was_there"] is False
     assert Path(with_apptainer, "args").read_text().splitlines()[-1].endswith(" oras://repo/image.sif")
     with pytest.raises(OpError, match="cannot pull the image `none:1`: FATAL: no such image"):
-        containers.pull({**box, "image": "none:1"}, env, root)
+        containers.pull({**container, "image": "none:1"}, env, root)
     (tmp_path / "mine.sif").touch()
-    assert containers.pull({**box, "image": str(tmp_path / "mine.sif")}, env, root)["was_there"] is True
+    assert containers.pull({**container, "image": str(tmp_path / "mine.sif")}, env, root)["was_there"] is True
     with pytest.raises(OpError, match=r"/nowhere/x.sif` does not exist on this node"):
-        containers.pull({**box, "image": "/nowhere/x.sif"}, env, root)
+        containers.pull({**container, "image": "/nowhere/x.sif"}, env, root)
 
 
 def test_apptainer_gets_values_in_variables_and_needs_no_removal(with_apptainer: str) -> None:
     env = {"PATH": with_apptainer, "LR": "1", "TOKEN": "canary", "CUDA_VISIBLE_DEVICES": "0,1", "DISTFLOW_ATTEMPT": "w/g/t/0"}
     own = launch(runtime="apptainer", image="/images/x.sif")
-    words = containers.wrap(own, "w/g/t/0", "/root/w/g/t/0", env)
-    assert words == [
+    arguments = containers.wrap(own, "w/g/t/0", "/root/w/g/t/0", env)
+    assert arguments == [
         f"{with_apptainer}/apptainer", "exec", "--cleanenv", "--no-eval", "--writable-tmpfs", "--bind", "/root/w/g/t/0",
         "--pwd", "/root/w/g/t/0/work", "--bind", "/a:/b", "--nv", "/images/x.sif", "python3", "train.py", "--lr", "1",
     ]  # fmt: skip
@@ -226,7 +228,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made / f"distflow-{os.getuid()}"
 
 
-def test_the_users_settings_apply_except_for_logins(tmp_path: Path, memory: Path) -> None:
+def test_the_users_docker_settings_apply_except_for_logins(tmp_path: Path, memory: Path) -> None:
     own = tmp_path / ".docker"
     (own / "contexts").mkdir(parents=True)
     settings = {"currentContext": "lab", "credsStore": "desktop", "auths": {"registry.example": {"auth": "b3RoZXI="}}}

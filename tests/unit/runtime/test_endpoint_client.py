@@ -1,4 +1,4 @@
-"""The connection to a node of a Ray cluster, with a stand-in for the socket."""
+"""The connection to a node of a Ray cluster, with a fake socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 @pytest.mark.parametrize("code", ["ECONNRESET", "ETIMEDOUT", "EHOSTUNREACH"])
-def test_a_broken_connection_has_its_exit_code_and_no_traceback(code: str) -> None:
+def test_a_broken_connection_ends_with_exit_code_255_and_no_traceback(code: str) -> None:
     command = [sys.executable, "-c", _PROGRAM, endpoint_client.__file__, code]
     request = json.dumps({"address": "10.0.0.1", "port": 1, "token": "00", "argv": []})
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
@@ -57,7 +57,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def test_a_connection_that_breaks_while_input_is_sent_has_its_exit_code() -> None:
+def test_a_connection_that_breaks_while_input_is_sent_ends_with_exit_code_255() -> None:
     request = json.dumps({"address": "10.0.0.1", "port": 1, "token": "00", "argv": []})
     command = [sys.executable, "-c", _BROKEN_WHILE_SENDING, endpoint_client.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as program:

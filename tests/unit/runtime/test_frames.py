@@ -1,4 +1,4 @@
-"""Frames of blobs: for any received bytes, a blob has its hash or does not exist."""
+"""Frames of blobs: for any received bytes, a stored blob matches its hash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def framed(kind: int, content: bytes) -> bytes:
     return FRAME.pack(len(content), kind) + content
 
 
-def received(stream: bytes, size: int) -> tuple[bool | OpError, bool, list[Json]]:
+def receive_stream(stream: bytes, size: int) -> tuple[bool | OpError, bool, list[Json]]:
     """Receive a stream. Returns the result, whether the blob exists, and the sent messages."""
     name, sent = hashlib.sha256(DATA).hexdigest(), list[Json]()
     with tempfile.TemporaryDirectory() as folder:
@@ -58,8 +58,8 @@ _pieces = st.lists(
 @example([framed(ERROR, b"{}")], len(DATA))
 @example([FRAME.pack(2**32 - 1, RAW)], len(DATA))
 @example([FRAME.pack(LARGEST_FRAME, RAW)], len(DATA))
-def test_a_stream_is_a_complete_blob_an_interruption_or_an_error(pieces: list[bytes], size: int) -> None:
-    result, exists, sent = received(b"".join(pieces), size)
+def test_any_stream_is_received_as_a_complete_blob_an_interruption_or_an_error(pieces: list[bytes], size: int) -> None:
+    result, exists, sent = receive_stream(b"".join(pieces), size)
     assert exists == (result is True)
     assert sent == [{"at": 0}]
 
@@ -69,24 +69,24 @@ def test_a_stream_is_a_complete_blob_an_interruption_or_an_error(pieces: list[by
 def test_a_stream_with_a_changed_byte_never_becomes_a_wrong_blob(position: int, change: int) -> None:
     stream = bytearray(STREAM)
     stream[position] ^= change
-    result, exists, _ = received(bytes(stream), len(DATA))
+    result, exists, _ = receive_stream(bytes(stream), len(DATA))
     assert exists == (result is True)
 
 
 def test_empty_frames_are_ignored() -> None:
     stream = framed(RAW, b"") + framed(RAW, DATA[:10]) + framed(RAW, b"") * 3 + framed(RAW, DATA[10:])
-    assert received(stream, len(DATA)) == (True, True, [{"at": 0}])
+    assert receive_stream(stream, len(DATA)) == (True, True, [{"at": 0}])
 
 
-def test_an_error_frame_transfers_kind_and_message() -> None:
-    result, _, _ = received(error_frame(OpError("no_space", "it is full")), len(DATA))
+def test_an_error_frame_contains_kind_and_message() -> None:
+    result, _, _ = receive_stream(error_frame(OpError("no_space", "it is full")), len(DATA))
     assert isinstance(result, OpError)
     assert (result.kind, result.message) == ("no_space", "it is full")
 
 
 @pytest.mark.parametrize("content", [json.dumps([1]).encode(), b"\xff", b'{"kind": "x"}', b'{"kind":' * 5000])
 def test_an_error_frame_that_cannot_be_decoded_is_an_error(content: bytes) -> None:
-    result, _, _ = received(framed(ERROR, content), len(DATA))
+    result, _, _ = receive_stream(framed(ERROR, content), len(DATA))
     assert isinstance(result, OpError)
     assert result.kind == "bad_request"
 
@@ -95,6 +95,6 @@ def test_an_error_frame_that_cannot_be_decoded_is_an_error(content: bytes) -> No
     ("data", "detail"), [(b"y" * len(DATA), "wrong checksum"), (DATA + b"y", f"{len(DATA) + 1} bytes instead of {len(DATA)}")]
 )
 def test_a_damaged_blob_is_described(data: bytes, detail: str) -> None:
-    result, _, _ = received(framed(RAW, data), len(DATA))
+    result, _, _ = receive_stream(framed(RAW, data), len(DATA))
     assert isinstance(result, OpError)
     assert (result.kind, result.message) == ("damaged", f"the received blob is damaged: {detail}")

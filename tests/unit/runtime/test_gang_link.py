@@ -26,7 +26,7 @@ MESSAGES = [
     b'{"bye": "one"}',
     b'{"welcome": "master"}',
 ]
-"""Messages of keepers."""
+"""Valid messages of keepers."""
 _leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["one", "9" * 400])
 _messages = st.dictionaries(
     st.sampled_from(["task", "failed", "bye", "welcome", "why"]),
@@ -138,7 +138,7 @@ def test_messages_of_one_connection_are_invalid_on_another() -> None:
         assert two.failures == []
 
 
-def test_a_line_of_the_hub_is_invalid_when_it_is_sent_to_the_hub() -> None:
+def test_a_line_of_the_hub_is_invalid_when_it_is_sent_back_to_the_hub() -> None:
     with hub() as one:
         code = keyed_hash(TOKEN.encode(), b"hub " + one.number + NUMBER + MESSAGES[1])
         one.send(NUMBER + b"\n" + code + b" " + MESSAGES[1] + b"\n")

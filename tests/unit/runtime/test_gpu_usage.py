@@ -107,7 +107,7 @@ def test_values_that_a_gpu_does_not_report_are_left_out(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_library_without_a_driver_is_not_used(tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_initialized_or_loaded_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot be initialized"):
         NvidiaGpus([0], library(tmp_path, fails=9))  # NVML_ERROR_DRIVER_NOT_LOADED
     with pytest.raises(OSError, match="no-such-library"):
@@ -144,7 +144,7 @@ def test_gpus_of_amd_are_read_from_the_files_of_their_driver(tmp_path: Path) -> 
     }  # fmt: skip
 
 
-def test_a_node_without_gpus_has_no_values() -> None:
+def test_missing_gpus_have_no_values() -> None:
     assert open_gpus([]).read() == {}
     assert open_gpus([999]).read() == {}
 

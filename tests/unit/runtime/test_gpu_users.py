@@ -1,4 +1,4 @@
-"""To which GPU an error of the driver belongs. Lines and addresses are as the driver and nvidia-smi write them."""
+"""The GPU to which an error of the driver belongs, and the processes that use a GPU. Formats are those of NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SMI = {
 
 
 @pytest.mark.parametrize(("gpus", "processes", "users"), SMI.values(), ids=SMI.keys())
-def test_processes_are_read_from_all_forms_of_output(
+def test_processes_are_read_from_all_formats_of_the_output(
     gpus: str, processes: str, users: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gpus").write_text(gpus)

@@ -61,7 +61,9 @@ def _never(kill: Kill) -> bool:
     ],
     ids=["6.18", "5.15", "4.15", "3.10", "2.6.32", "journal"],
 )
-def test_kills_are_read_from_every_kernel(text: str, kill: tuple[float, int, int | None, str | None], lines: int) -> None:
+def test_kills_are_read_from_the_formats_of_all_kernels(
+    text: str, kill: tuple[float, int, int | None, str | None], lines: int
+) -> None:
     (found,) = kills(parse(text))
     assert ((found.at, found.pid, found.uid, found.cgroup), len(found.lines)) == (kill, lines)
     assert f"Killed process {found.pid}" in found.lines[-1]

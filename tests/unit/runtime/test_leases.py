@@ -1,3 +1,5 @@
+"""The lock files of leases, and their holders, also if another user writes to them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -5,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import pwd
 import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
@@ -56,7 +59,7 @@ def test_reading_a_lock_does_not_prevent_locking_it(directory: int) -> None:
             reader.join()
 
 
-def test_a_file_that_others_only_read_has_no_holder(directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_for_reading_is_reported_without_a_holder(directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_files, "_LOCK_TRIES", 2)
     os.close(lease_files.lock(directory, PORT, {"user": "ada", "attempt": "w/g/t/0", "pid": 1})[0])
     reader = os.open(PORT, os.O_RDONLY, dir_fd=directory)
@@ -81,7 +84,7 @@ HOSTILE = {
     "long number": b'{"user": "eve", "attempt": "a", "pid": 1, "cpus": ' + b"9" * 400 + b"}",
     "infinite": b'{"user": "eve", "attempt": "a", "pid": 1e999, "memory": Infinity}',
     "not UTF-8": b"\xff\xfe{}",
-    "no object": b"[1, 2]",
+    "not an object": b"[1, 2]",
     "wrong types": b'{"user": {"a": []}, "attempt": [1], "pid": "x", "cpus": "8", "memory": true}',
     "escapes": b'{"user": "\\u001b[2J\\nroot", "attempt": "\\ud800", "pid": -1, "cpus": -5}',
     "cut off": b'{"user": "' + b"x" * 10000,
@@ -109,7 +112,7 @@ _contents = (
 
 @pytest.mark.parametrize("content", [REAL, *HOSTILE.values()], ids=["real", *HOSTILE])
 def test_no_content_of_a_lock_file_raises(content: bytes) -> None:
-    survives(content)
+    use_lock_files_with(content)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,10 +120,10 @@ def test_no_content_of_a_lock_file_raises(content: bytes) -> None:
 @example(b'{"pid": false}')
 @example(b'{"cpus": 9223372036854775807, "memory": 9223372036854775807}')
 def test_no_content_of_a_lock_file_raises_however_it_was_changed(content: bytes) -> None:
-    survives(content)
+    use_lock_files_with(content)
 
 
-def survives(content: bytes) -> None:
+def use_lock_files_with(content: bytes) -> None:
     """Lease, and list holders, while all held lock files have this content."""
     held = []
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +134,8 @@ def survives(content: bytes) -> None:
             os.write(held[-1], content)
             fcntl.flock(held[-1], fcntl.LOCK_EX)
         try:
-            fd, words, _ = lease_files.lock(directory, "gpu-0.lock", {})
-            assert (fd, words.isprintable(), len(words) < 600) == (-1, True, True)
+            fd, holder, _ = lease_files.lock(directory, "gpu-0.lock", {})
+            assert (fd, holder.isprintable(), len(holder) < 600) == (-1, True, True)
             for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
                 with contextlib.suppress(OpError):
                     node_leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
@@ -158,7 +161,9 @@ def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: P
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_lock_file_that_another_user_overwrites_is_repaired(directory: int, tmp_path: Path, content: bytes) -> None:
+def test_the_keeper_repairs_a_lock_file_that_another_user_has_overwritten(
+    directory: int, tmp_path: Path, content: bytes
+) -> None:
     """All users may write to the file. The keeper writes its holder again when it starts."""
     fd, _, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     (tmp_path / "leases" / PORT).write_bytes(content)
@@ -170,7 +175,7 @@ def test_a_lock_file_that_another_user_overwrites_is_repaired(directory: int, tm
     os.close(fd)
 
 
-def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_path: Path) -> None:
+def test_a_lock_file_that_is_a_hard_link_is_locked_but_not_written_to(directory: int, tmp_path: Path) -> None:
     mine = tmp_path / "thesis.tex"
     mine.write_text("years of work")
     os.link(mine, tmp_path / "leases" / PORT)
@@ -203,7 +208,7 @@ def test_a_directory_in_which_any_user_may_remove_leases_is_repaired_or_refused(
         assert f"chmod +t {path}" in caught.value.message
         path.chmod(0o1777)
         node_leases.take(str(path), 1, [0], None, {"user": "me"}).close()
-        assert lease_files.foreign_owner(str(path)) in ("nobody", "65534")
+        assert lease_files.foreign_owner(str(path)) in (pwd.getpwuid(65534).pw_name, "65534")
     assert lease_files.foreign_owner(str(tmp_path)) == ""
     assert lease_files.foreign_owner(str(tmp_path / "none")) == ""
 
@@ -219,7 +224,7 @@ def test_too_many_files_in_the_lease_directory_are_an_error(tmp_path: Path, monk
     node_leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)}).close()
 
 
-def test_shared_locks_of_another_user_do_not_block_an_agent(
+def test_shared_locks_of_another_user_end_a_request_with_an_error(
     directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_leases, "_SEARCH_S", 0.05)
@@ -244,9 +249,7 @@ def test_a_port_in_use_is_named_with_its_holder(directory: int, tmp_path: Path, 
     os.close(fd)
 
 
-def test_lock_file_that_cannot_be_created_is_the_reason_that_nothing_is_leased(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_a_lock_file_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int, name: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", name)
 

@@ -1,3 +1,5 @@
+"""The streams of log files that an agent sends, if a file cannot be read."""
+
 from __future__ import annotations
 
 import base64

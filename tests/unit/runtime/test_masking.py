@@ -22,7 +22,7 @@ def masked(values: list[str], *pieces: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("values", "text", "seen"),
+    ("values", "text", "expected"),
     [
         (["s3cret"], b"the key is s3cret!\n", b"the key is ********!\n"),
         (["s3cret"], b"s3crets3cret", b"********"),
@@ -39,11 +39,11 @@ def masked(values: list[str], *pieces: bytes) -> bytes:
         (["s3cret"], b"s3cre\n", b"s3cre\n"),
     ],
 )
-def test_secrets_are_masked(values: list[str], text: bytes, seen: bytes) -> None:
-    assert masked(values, text) == seen
+def test_secrets_are_masked(values: list[str], text: bytes, expected: bytes) -> None:
+    assert masked(values, text) == expected
     # The same output is masked if it arrives in single bytes.
     split = masked(values, *(text[at : at + 1] for at in range(len(text))))
-    assert split.replace(b"****************", b"********") == seen
+    assert split.replace(b"****************", b"********") == expected
 
 
 @given(
@@ -81,7 +81,7 @@ def test_the_rest_of_a_secret_is_masked_after_its_beginning_was_written() -> Non
     assert stream.feed(b"value") == b"value"
 
 
-def test_the_other_process_of_the_pair_gets_the_secrets_to_mask() -> None:
+def test_the_secrets_to_mask_are_shared_between_keeper_and_runner() -> None:
     shared = memory()
     assert read_shared(shared) is None
     launch = {"secret_env": {"A": "env-value"}, "secret_files": [{"path": "files/a", "files": {"b": "file-value"}}]}

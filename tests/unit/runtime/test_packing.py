@@ -1,3 +1,5 @@
+"""The packing of outputs and directories while other processes change or pack them."""
+
 from __future__ import annotations
 
 import json
@@ -48,14 +50,14 @@ def test_a_sender_with_the_same_process_id_on_another_machine_does_not_interfere
 
 
 def test_two_senders_can_pack_the_same_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection of the first sender broke, and it has not noticed that yet."""
+    """This happens if the first sender has not yet noticed that its connection broke."""
     attempt = "9fa5f05d-aba9-4541-877d-458661c7bcf0/g/t1/0"
     output = tmp_path / attempt / "output"
     output.mkdir(parents=True)
     (output / "model.pt").write_bytes(b"whole")
     dump = json.dump
 
-    def after_another(*given: Any) -> None:
+    def dump_and_pack_again(*given: Any) -> None:
         dump(*given)
         monkeypatch.setattr(json, "dump", dump)
         others.append(pack())
@@ -64,6 +66,6 @@ def test_two_senders_can_pack_the_same_output(tmp_path: Path, monkeypatch: pytes
         return packing.pack_output(str(tmp_path), attempt, lambda done, of: None)
 
     others: list[dict[str, Any]] = []
-    monkeypatch.setattr(json, "dump", after_another)
+    monkeypatch.setattr(json, "dump", dump_and_pack_again)
     assert [pack()] == others
     assert sorted(path.name for path in output.parent.iterdir()) == ["output", "packed.json"]

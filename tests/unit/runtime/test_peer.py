@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Peer, int, int]]:
+def peer_and_pipes() -> Iterator[tuple[Peer, int, int]]:
     """A peer, the descriptor from which it reads, and the descriptor to which it writes."""
     (incoming, write), (read, outgoing) = os.pipe(), os.pipe()
     yield Peer(incoming, outgoing), write, read
@@ -28,12 +28,12 @@ def ends() -> Iterator[tuple[Peer, int, int]]:
 
 
 @pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "SILENCE_S", 0.2)
 
 
-def test_lines_and_bytes_are_read_in_order_and_empty_lines_are_skipped(ends: tuple[Peer, int, int]) -> None:
-    one, write, _ = ends
+def test_lines_and_bytes_are_read_in_order_and_empty_lines_are_skipped(peer_and_pipes: tuple[Peer, int, int]) -> None:
+    one, write, _ = peer_and_pipes
     os.write(write, b"\n\n{}\n\nabc\ndef")
     assert one.line(100) == b"{}\n"
     assert one.line(100) == b"abc\n"
@@ -47,9 +47,9 @@ def test_lines_and_bytes_are_read_in_order_and_empty_lines_are_skipped(ends: tup
     assert one.line(100) == b""
 
 
-@pytest.mark.usefixtures("_impatient")
-def test_silence_ends_every_wait(ends: tuple[Peer, int, int]) -> None:
-    one, write, _ = ends
+@pytest.mark.usefixtures("_short_silence")
+def test_silence_of_the_submitter_ends_every_wait(peer_and_pipes: tuple[Peer, int, int]) -> None:
+    one, write, _ = peer_and_pipes
     os.write(write, b"half a line")
     assert one.line(100) == b""
     assert one.read(100) == b"half a line"
@@ -60,14 +60,14 @@ def test_silence_ends_every_wait(ends: tuple[Peer, int, int]) -> None:
         one.check()
 
 
-@pytest.mark.usefixtures("_impatient")
-def test_a_submitter_that_sends_empty_lines_is_waited_for(ends: tuple[Peer, int, int]) -> None:
-    one, write, read = ends
-    over = threading.Event()
+@pytest.mark.usefixtures("_short_silence")
+def test_a_submitter_that_sends_empty_lines_is_not_gone(peer_and_pipes: tuple[Peer, int, int]) -> None:
+    one, write, read = peer_and_pipes
+    timer = threading.Event()
 
     def send_lines() -> None:
         for _ in range(20):
-            over.wait(0.05)
+            timer.wait(0.05)
             os.write(write, b"\n")
         os.read(read, 1 << 20)
         os.write(write, b"at last\n")
@@ -80,8 +80,8 @@ def test_a_submitter_that_sends_empty_lines_is_waited_for(ends: tuple[Peer, int,
     one.check()
 
 
-def test_an_end_of_the_connection_is_noticed_while_writing(ends: tuple[Peer, int, int]) -> None:
-    one, write, _ = ends
+def test_an_end_of_the_connection_is_noticed_while_writing(peer_and_pipes: tuple[Peer, int, int]) -> None:
+    one, write, _ = peer_and_pipes
     os.close(write)
     with pytest.raises(Gone):
         one.write(b"x" * 1_000_000)

@@ -72,7 +72,7 @@ def _is_complete(work: Path) -> bool:
     return found == FILES and all(path.stat().st_mode & 0o777 == 0o755 for path in work.rglob("*") if path.is_dir())
 
 
-def test_unchanged_files_move_again_and_again(node: Node) -> None:
+def test_unchanged_files_are_moved_to_each_next_attempt(node: Node) -> None:
     inodes = _inodes(node.place("a"))
     for before, after in (("a", "b"), ("b", "c")):
         node.end(before)
@@ -82,7 +82,7 @@ def test_unchanged_files_move_again_and_again(node: Node) -> None:
         assert not [path for path in (node.root / before / "work").rglob("*") if path.is_file()]
 
 
-def test_files_are_not_moved_between_other_files(node: Node) -> None:
+def test_files_are_not_moved_into_a_used_directory_or_through_a_link(node: Node) -> None:
     old = node.place("a")
     node.end("a")
     (node.root / "b" / "work").mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_files_in_use_are_not_taken(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("path", "output_link"), [("output/base", None), ("work/out/base", "work/out")])
-def test_the_output_stays_complete(node: Node, path: str, output_link: str | None) -> None:
+def test_files_in_the_output_are_not_taken(node: Node, path: str, output_link: str | None) -> None:
     """Each attempt keeps its output, from which users fetch files later, even if those files were sent to it."""
     expected = {}
     for name in ("a", "b", "c"):
@@ -183,7 +183,7 @@ LINKS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
-def test_the_targets_of_links_stay(node: Node, link: Callable[[Path], object]) -> None:
+def test_files_to_which_the_output_has_links_are_not_taken(node: Node, link: Callable[[Path], object]) -> None:
     """The output may contain links to files that were sent. It is fetched with the contents of such files."""
     work = node.place("a")
     (work.parent / "output").mkdir()
@@ -197,10 +197,15 @@ def test_the_targets_of_links_stay(node: Node, link: Callable[[Path], object]) -
 
 
 def test_files_that_may_still_change_are_not_taken(node: Node) -> None:
-    unsure: list[dict[str, Any]] = [{"all_ended": False}, {"all_ended": None}, {"boot_id": "earlier"}, {"host": "another"}]
-    for number, known in enumerate(unsure):
+    uncertain_ends: list[dict[str, Any]] = [
+        {"all_ended": False},
+        {"all_ended": None},
+        {"boot_id": "earlier"},
+        {"host": "another"},
+    ]
+    for number, end in enumerate(uncertain_ends):
         node.place(str(number))
-        node.end(str(number), **known)
+        node.end(str(number), **end)
     work = node.place("used")
     node.end("used")
     with open(work / "train.py", encoding="utf-8"):
@@ -208,7 +213,7 @@ def test_files_that_may_still_change_are_not_taken(node: Node) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={"DISTFLOW_ATTEMPT": "used"}) as process:
         node.place("c")
         process.communicate()
-    for directory in (work, *(node.root / str(number) / "work" for number in range(len(unsure)))):
+    for directory in (work, *(node.root / str(number) / "work" for number in range(len(uncertain_ends)))):
         assert _is_complete(directory)
     inodes = _inodes(work)
     assert _inodes(node.place("d")) == inodes
@@ -231,7 +236,7 @@ def test_the_list_of_attempts_stays_short_and_never_prevents_a_start(node: Node)
 
 
 @pytest.mark.parametrize("more", [{"reusable": False}, {"only": ".*module"}])
-def test_other_entries_neither_take_nor_leave_files(node: Node, more: dict[str, object]) -> None:
+def test_filtered_or_not_reusable_archives_neither_take_nor_leave_files(node: Node, more: dict[str, object]) -> None:
     node.place("a", **more)
     node.end("a")
     assert not (node.root / "a" / placed_trees.FOLDER).exists()

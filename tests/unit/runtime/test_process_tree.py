@@ -26,13 +26,13 @@ def pid() -> Iterator[int]:
 def test_a_cgroup_that_is_removed_before_its_process_is_in_it_is_created_again(
     moment: str, pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search for leftovers at this moment removes the empty cgroup."""
+    """An agent that removes unused cgroups at this moment removes the empty one."""
     without = process_tree.enclose(pid, str(tmp_path / "without"))
     if without is None:
         pytest.skip("this user cannot create a cgroup (v2)")
     sweeps: list[str] = []
 
-    def sweep() -> None:
+    def sweep_once() -> None:
         if not sweeps:
             sweeps.append(moment)
             process_tree.sweep_cgroups()
@@ -42,12 +42,12 @@ def test_a_cgroup_that_is_removed_before_its_process_is_in_it_is_created_again(
     def made(path: str, mode: int = 0o777) -> None:
         mkdir(path, mode)
         if moment == "before it is opened":
-            sweep()
+            sweep_once()
 
     def opened(path: str, mode: str = "r") -> object:
         file = open_(path, mode)
         if moment == "before it is entered" and path.endswith("cgroup.procs"):
-            sweep()
+            sweep_once()
         return file
 
     with monkeypatch.context() as patched:

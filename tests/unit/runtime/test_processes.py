@@ -1,3 +1,5 @@
+"""Processes of a node: their descendants, their state in ``/proc``, and programs that do not end."""
+
 from __future__ import annotations
 
 import ctypes
@@ -26,12 +28,12 @@ def test_spared_processes_and_their_descendants_are_left_out() -> None:
     assert {one.pid for one in only_descendants(tree, 3, {4})} == {6}
 
 
-def test_a_listing_with_a_loop_is_handled() -> None:
+def test_descendants_are_found_in_a_process_list_with_a_loop() -> None:
     # Ids may be reused while /proc is read.
     assert {one.pid for one in only_descendants([process(3, 4), process(4, 3)], 3)} == {4}
 
 
-def test_this_process_reads_as_itself() -> None:
+def test_the_state_of_this_process_is_read() -> None:
     me = read_process(os.getpid())
     assert me is not None
     assert (me.pid, me.ppid, me.pgid, me.sid) == (os.getpid(), os.getppid(), os.getpgrp(), os.getsid(0))
@@ -39,7 +41,7 @@ def test_this_process_reads_as_itself() -> None:
     assert me.start > 0
 
 
-def test_a_process_that_does_not_exist_is_none() -> None:
+def test_the_state_of_a_missing_process_is_none() -> None:
     assert read_process(2**22 + 1) is None
 
 
@@ -47,7 +49,7 @@ def test_zombies_are_not_alive() -> None:
     assert not process(1, 0)._replace(state="Z").is_alive
 
 
-HANGS = """\
+HANGING_PROGRAM = """\
 import sys, threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 open(sys.argv[1], "w").write("up")
@@ -62,7 +64,8 @@ def test_a_killed_program_that_does_not_end_is_not_waited_for(tmp_path: Path) ->
     """A program may hang in a driver. This program does not end after SIGKILL before the test waits for its traced thread."""
     script = "import sys; from distflow.runtime.processes import output_of; print(output_of(sys.argv[1:], 3))"
     caller = subprocess.Popen(
-        [sys.executable, "-c", script, sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "up")], stdout=subprocess.PIPE
+        [sys.executable, "-c", script, sys.executable, "-I", "-S", "-c", HANGING_PROGRAM, str(tmp_path / "up")],
+        stdout=subprocess.PIPE,
     )
     wait_until((tmp_path / "up").exists, 20)
     hanging = int(Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text())

@@ -1,3 +1,5 @@
+"""The files that hold the state, the end and the error of an attempt."""
+
 from __future__ import annotations
 
 import json
@@ -54,7 +56,7 @@ def test_reading_waits_for_a_state_that_is_being_written(directory: Path, monkey
     write(directory, {"phase": "running"})
     whole = (directory / records.STATE).read_bytes()
     new = json.dumps({"why": "x" * 100, "phase": "stopping"}).encode()
-    (directory / records.STATE).write_bytes(new[:64] + whole[64:])  # its writer has lost the CPU
+    (directory / records.STATE).write_bytes(new[:64] + whole[64:])  # the writer was interrupted
     pauses: list[object] = []
 
     def pause(*_: object) -> None:

@@ -1,3 +1,5 @@
+"""The resident program of an allocation or a pod, when it ends its commands."""
+
 from __future__ import annotations
 
 import os
@@ -9,7 +11,7 @@ from pathlib import Path
 from distflow.runtime.services import relay, resident
 from distflow.testing.waiting import wait_until
 
-KILL = """
+KILL_CHILDREN = """
 import os, subprocess
 from distflow.runtime.services import resident
 
@@ -29,18 +31,18 @@ children[0].kill()
 """
 
 
-def test_the_end_does_not_wait_for_processes_of_other_users() -> None:
-    done = subprocess.run([sys.executable, "-c", KILL], capture_output=True, text=True, timeout=60, check=True)
+def test_the_end_of_the_program_does_not_wait_for_processes_of_other_users() -> None:
+    done = subprocess.run([sys.executable, "-c", KILL_CHILDREN], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "None False\n"
 
 
-TASK = 'trap "touch stopped; exit" TERM; touch started; while :; do sleep 0.1; done'
+COMMAND = 'trap "touch stopped; exit" TERM; touch started; while :; do sleep 0.1; done'
 
 
 def test_a_signal_to_a_pod_reaches_its_commands_if_its_containers_share_process_ids(tmp_path: Path) -> None:
     # In such a pod, as in this test, the program is not process 1.
     command = [sys.executable, resident.__file__, "pod", tmp_path.name, "n1", "600"]
-    start = [sys.executable, relay.__file__, "run", "mark", tmp_path.name, "n1", "-", "sh", "-c", f"cd {tmp_path}; {TASK}"]
+    start = [sys.executable, relay.__file__, "run", "mark", tmp_path.name, "n1", "-", "sh", "-c", f"cd {tmp_path}; {COMMAND}"]
     with subprocess.Popen(command) as pod, subprocess.Popen(start, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as relayed:
         try:
             wait_until((tmp_path / "started").exists, what="the command runs")

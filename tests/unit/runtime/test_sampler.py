@@ -37,6 +37,7 @@ BUSY = "import sys, time; x = bytearray(64 << 20)\nwhile time.process_time() < 0
 
 @contextmanager
 def tree(script: str, count: int) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process with this number of children, which run the script."""
     command = [sys.executable, "-c", TREE, script, str(count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -45,16 +46,16 @@ def tree(script: str, count: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def answer(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def test_processes_that_ended_count_with_their_cpu_time() -> None:
+def test_cpu_time_of_ended_processes_is_counted() -> None:
     with tree(BUSY, 2) as process:
         usage = HostUsage(process.pid, process.pid)
         assert usage.read() is None, "rates need two samples"
-        assert answer(process) == "ready"
+        assert read_line(process) == "ready"
         running = usage.read()
         assert running is not None
         assert running["processes"] == 2
@@ -63,19 +64,19 @@ def test_processes_that_ended_count_with_their_cpu_time() -> None:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-        assert answer(process) == "ended"
+        assert read_line(process) == "ended"
         counters, levels = usage._measure()
         assert levels["processes"] == 0
-        assert counters["cpu"] >= 2 * 0.29, "the time of children that were reaped is part of their parent's"
+        assert counters["cpu"] >= 2 * 0.29, "the time of reaped children is part of the time of their parent"
 
 
-def test_only_descendants_count() -> None:
+def test_only_descendants_are_counted() -> None:
     with tree("print(flush=True); input()", 1) as one, tree("print(flush=True); input()", 3) as other:
         usage = HostUsage(one.pid, one.pid)
-        assert (answer(one), answer(other)) == ("ready", "ready")
+        assert (read_line(one), read_line(other)) == ("ready", "ready")
         for _ in range(3):
             assert usage._measure()[1]["processes"] == 1
-        assert other.pid in usage._others, "it is not read again"
+        assert other.pid in usage._others, "the parents of other processes are read once"
 
 
 def test_limits_are_read_from_the_machine_and_its_container(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_limits_are_read_from_the_machine_and_its_container(tmp_path: Path) -> N
 
 def test_written_samples_can_be_read(tmp_path: Path) -> None:
     with tree(BUSY, 1) as process:
-        assert answer(process) == "ready"
+        assert read_line(process) == "ready"
         fd = os.open(tmp_path, os.O_RDONLY)
         pid = os.fork()
         if pid == 0:
@@ -130,7 +131,7 @@ def test_the_header_is_repeated_and_grows_with_new_columns(tmp_path: Path) -> No
     assert series["system/gpu0/utilization"] == [None] * 11 + [50.0] * 239
     assert (series["system/cpu/usage"][1], series["system/cpu/usage"][200]) == (0.3333, 66.67)
     assert found == {"system/cpu/limit": 8}
-    assert len(parse_samples(lines[130:])[0]) == 50, "the end can be read alone"
+    assert len(parse_samples(lines[130:])[0]) == 50, "the last rows can be parsed without the first ones"
 
 
 def test_on_a_full_disk_only_samples_are_lost() -> None:

@@ -1,4 +1,4 @@
-"""The collectives that ranks report over real sockets."""
+"""The collectives that ranks report through sockets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ GROUP = {"name": "0 default_pg", "ranks": [0, 1], "number": 5, "operation": "all
 
 
 def listener(folder: Path, name: str) -> socket.socket:
+    """Return a socket that listens at a path of any length."""
     made = socket.socket(socket.AF_UNIX)
-    at = os.open(folder, os.O_RDONLY)
-    made.bind(f"/proc/self/fd/{at}/{name}")
-    os.close(at)
+    folder_fd = os.open(folder, os.O_RDONLY)
+    made.bind(f"/proc/self/fd/{folder_fd}/{name}")
+    os.close(folder_fd)
     made.listen()
     return made
 
@@ -34,20 +35,20 @@ def answer(made: socket.socket, data: bytes) -> None:
     threading.Thread(target=once, daemon=True).start()
 
 
-def test_answers_are_sorted_by_rank_and_missing_answers_are_not_waited_for(
+def test_answers_are_sorted_by_rank_and_ranks_that_do_not_answer_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "_ANSWER_S", 0.5)
     folder = tmp_path / ("long" * 30)  # longer than the address of a socket may be
     folder.mkdir()
-    made = {name: listener(folder, f"collectives-{name}") for name in ("1", "2", "3", "hangs", "gone")}
-    answer(made["1"], json.dumps({"rank": 1, "groups": [GROUP]}).encode())
-    answer(made["2"], json.dumps({"rank": 0, "groups": []}).encode())
-    answer(made["3"], b"rubbish")
-    made["gone"].close()
+    listeners = {name: listener(folder, f"collectives-{name}") for name in ("1", "2", "3", "hangs", "gone")}
+    answer(listeners["1"], json.dumps({"rank": 1, "groups": [GROUP]}).encode())
+    answer(listeners["2"], json.dumps({"rank": 0, "groups": []}).encode())
+    answer(listeners["3"], b"rubbish")
+    listeners["gone"].close()
     (folder / "collectives-file").touch()
     assert stacks.collect_collectives(str(folder)) == [{"rank": 0, "groups": []}, {"rank": 1, "groups": [GROUP]}]
-    for one in made.values():
+    for one in listeners.values():
         one.close()
     assert stacks.collect_collectives(str(tmp_path / "none")) == []
 

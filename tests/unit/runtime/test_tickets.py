@@ -55,11 +55,11 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
     # Files get the time of the test's clock.
     rename = os.rename
 
-    def dated(source: str, target: str, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    def rename_with_time(source: str, target: str, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         os.utime(source, (made.at, made.at), dir_fd=src_dir_fd)
         rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
-    monkeypatch.setattr(os, "rename", dated)
+    monkeypatch.setattr(os, "rename", rename_with_time)
     return made
 
 
@@ -78,7 +78,7 @@ def test_a_waiting_gang_gets_gpus_before_later_gangs(queue: Queue) -> None:
     assert not list(queue.folder.glob("ticket-*"))
 
 
-def test_a_gang_that_releases_its_lease_keeps_its_place(queue: Queue) -> None:
+def test_a_gang_that_releases_its_lease_keeps_its_place_in_the_queue(queue: Queue) -> None:
     """This node has free GPUs for the gang, but its other node has none. Short gangs would use this node meanwhile."""
     held = queue.lease("two-nodes")
     queue.release(held, "two-nodes")
@@ -95,12 +95,12 @@ def test_gpus_that_no_ticket_needs_can_be_leased(queue: Queue) -> None:
     queue.at += 1
     assert "are kept for" in str(queue.request("later", 1))
     first.close()
-    one = queue.lease("waiting", 1)  # it now requests one GPU, so the other GPU is free
+    lease = queue.lease("waiting", 1)  # it now requests one GPU, so the other GPU is free
     queue.lease("later", 1).close()
-    one.close()
+    lease.close()
 
 
-def test_a_process_that_ended_after_the_query_of_the_gpus_occupies_none(queue: Queue) -> None:
+def test_a_gpu_process_that_has_ended_meanwhile_does_not_occupy_the_gpu(queue: Queue) -> None:
     first = queue.lease("first")
     queue.request("waiting", 1)
     first.close()
@@ -144,9 +144,9 @@ def test_cpus_and_memory_are_kept_for_a_waiting_gang(queue: Queue) -> None:
 HOSTILE: dict[str, Any] = {
     "older than all": {"since": -1e300, "gang": "eve/g", "gpus": 2},
     "more than there is": {"since": 0, "gang": "eve/g", "gpus": 1 << 62, "cpus": 1 << 62, "memory": 1 << 62},
-    "no amounts": {"since": 0, "gang": "eve/g", "gpus": "2", "cpus": True, "memory": -1},
-    "no gang": {"since": 0, "gang": ["eve"], "gpus": 2},
-    "no time": {"since": "x", "gang": "eve/g", "gpus": 2},
+    "invalid amounts": {"since": 0, "gang": "eve/g", "gpus": "2", "cpus": True, "memory": -1},
+    "invalid gang": {"since": 0, "gang": ["eve"], "gpus": 2},
+    "invalid time": {"since": "x", "gang": "eve/g", "gpus": 2},
     "a list": [1, 2],
     "deep": "[" * 4000,
     "long number": '{"since": 1e999, "gang": "eve/g", "gpus": ' + "9" * 400 + "}",

@@ -36,11 +36,12 @@ def archive_of(members: list[Member]) -> bytes:
 
 
 def below(top: Path) -> list[str]:
-    """Everything below a directory; ``Path.rglob`` fails at links whose target is too long."""
+    """Return all paths below a directory; ``Path.rglob`` fails at links whose target is too long."""
     return [os.path.join(folder, name) for folder, folders, files in os.walk(top) for name in [*folders, *files]]
 
 
 def links_outside(top: Path) -> list[str]:
+    """Return the links below a directory that lead out of it."""
     return [
         os.path.relpath(path, top)
         for path in below(top)
@@ -57,10 +58,11 @@ STALE_PARENT: list[Member] = [
     ("dir", "a/b", ""), ("sym", "t", "."), ("sym", "s", "a/b"), ("sym", "l", "s/../.."),
     ("file", "l/first", "1"), ("hard", "s", "t"), ("file", "l/evil", "2"),
 ]  # fmt: skip
+"""``l`` leads to the directory itself until a hard link replaces ``s``, and then to two directories above it."""
 
 
 @pytest.mark.parametrize("target", ["victim", "victim/deeper"])
-def test_a_link_that_later_members_make_lead_outside_is_refused(tmp_path: Path, target: str) -> None:
+def test_a_link_that_leads_outside_because_of_a_later_member_is_refused(tmp_path: Path, target: str) -> None:
     top = tmp_path / "top"
     top.mkdir()
     (tmp_path / "victim").write_text("secret")
@@ -144,7 +146,7 @@ def test_a_header_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
         unpack(io.BytesIO(header.tobuf(tarfile.GNU_FORMAT)), str(tmp_path / "top"))
 
 
-def test_long_names_without_end_are_refused(tmp_path: Path) -> None:
+def test_an_endless_sequence_of_long_names_is_refused(tmp_path: Path) -> None:
     header = tarfile.TarInfo("x")
     header.type, header.size = tarfile.GNUTYPE_LONGNAME, 4
     one = header.tobuf(tarfile.GNU_FORMAT) + b"abc\0".ljust(512, b"\0")
@@ -152,7 +154,7 @@ def test_long_names_without_end_are_refused(tmp_path: Path) -> None:
         unpack(io.BytesIO(one * 5000), str(tmp_path / "top"))
 
 
-def test_outputs_are_not_compressed(tmp_path: Path) -> None:
+def test_a_compressed_archive_is_refused_if_none_is_expected(tmp_path: Path) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz"):
         pass

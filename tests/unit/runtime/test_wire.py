@@ -1,3 +1,5 @@
+"""The messages between agent and supervisor, as lines of a stream."""
+
 from __future__ import annotations
 
 import errno
@@ -9,7 +11,7 @@ from distflow.runtime.wire import LineReader, OpError, OutQueue, encode
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_messages_are_found_wherever_the_stream_is_split(size: int) -> None:
+def test_messages_are_read_wherever_the_stream_is_split(size: int) -> None:
     messages = [{"id": 1, "text": 'ü→\n"x"'}, {}, {"id": 2, "list": [1, None, True]}]
     stream = b"".join(encode(message) for message in messages)
     reader = LineReader()

@@ -49,7 +49,7 @@ class _FullDisk(io.BytesIO):
 
 
 @pytest.mark.parametrize("blocks", [1, len(BLOCKS)])
-def test_a_full_disk_is_an_error_and_is_not_written_again(blocks: int) -> None:
+def test_after_the_error_of_a_full_disk_nothing_more_is_written(blocks: int) -> None:
     sink = _FullDisk()
     with pytest.raises(OSError, match="No space left"):
         _pack(sink, blocks)

@@ -1,4 +1,4 @@
-"""What a task may name of this machine's credentials."""
+"""The credentials of this machine that the tasks of a spec may use."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_existing_credentials_can_be_used() -> None:
         ("store: {A: access_key}", "tasks cannot use the credential `store`", "its type is DATA"),
     ],
 )
-def test_a_missing_credential_is_reported_at_its_line(entry: str, message: str, hint: str) -> None:
+def test_a_credential_that_cannot_be_used_is_reported_at_its_line(entry: str, message: str, hint: str) -> None:
     (problem,) = check_credentials(spec_of(entry), KNOWN)
     assert (str(problem.where), problem.message, problem.severity) == ("spec.yaml:7", message, Severity.ERROR)
     assert hint in problem.hint
 
 
-def test_unknown_credentials_can_be_warnings() -> None:
+def test_an_unknown_credential_may_be_a_warning() -> None:
     (problem,) = check_credentials(spec_of("wandb: {A: api_key}"), {}, severity=Severity.WARNING)
     assert problem.severity is Severity.WARNING
     assert problem.hint == "set it: `distflow credential set wandb --payload-file KEY=FILE`"

@@ -1,4 +1,4 @@
-"""What a spec sends is stored once, by its content."""
+"""The files and directories that a spec sends: each content is stored once, as a blob."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ workflow:
   tasks:
   - name: one
     command: ["true"]
-    files: [{path: /x, localpath: what}]
+    files: [{path: /x, localpath: payload}]
 """
 TRAIN = "workflow: {name: w, tasks: [{name: t, launcher: LAUNCHER, command: [python3, train.py]}]}"
 
@@ -49,7 +49,7 @@ def file_size_limit(size: int = 1 << 20) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the spec lies; what it sends is `what` beside it."""
+    """The directory of the spec, which sends the file or directory ``payload`` of this directory."""
     (tmp_path / "spec.yaml").write_text(SPEC)
     return tmp_path
 
@@ -67,19 +67,19 @@ def bundle(folder: Path) -> Bundle:
 @pytest.mark.parametrize("size", [0, 5, (1 << 20) + 1, 5_000_000])
 def test_a_file_is_stored_by_its_content(folder: Path, size: int) -> None:
     data = os.urandom(size)
-    (folder / "what").write_bytes(data)
+    (folder / "payload").write_bytes(data)
     one = bundle(folder)
     assert (folder / "blobs" / one.digest).read_bytes() == data
     assert (one.is_tar, one.mode) == (False, 0o600)
 
 
 def test_an_unchanged_file_is_not_stored_again_and_a_changed_one_is(folder: Path) -> None:
-    (folder / "what").write_bytes(b"a" * 100)
+    (folder / "payload").write_bytes(b"a" * 100)
     first = bundle(folder)
     inode = (folder / "blobs" / first.digest).stat().st_ino
     assert bundle(folder) == first
     assert (folder / "blobs" / first.digest).stat().st_ino == inode
-    (folder / "what").write_bytes(b"b" * 100)
+    (folder / "payload").write_bytes(b"b" * 100)
     assert bundle(folder).digest != first.digest
     assert len(list((folder / "blobs").iterdir())) == 2
 
@@ -96,7 +96,10 @@ def test_each_task_gets_its_own_base64_contents_at_the_same_path(folder: Path) -
 
 
 def _with_record_of_another_blob(folder: Path) -> str:
-    """Bundle what is sent; let the record of it name another blob, and return its digest, which shows that nothing was read."""
+    """Bundle the payload, let its record name another blob, and return the digest of that blob.
+
+    If a later bundle has this digest, the payload was not read again.
+    """
     bundle(folder)
     (record,) = (folder / "blobs").glob("*.seen")
     other = "0" * 64
@@ -112,9 +115,9 @@ def _digest(folder: Path) -> str:
 
 @pytest.fixture
 def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with two files, of which changes are old enough at once."""
+    """A directory with two files, whose changes count as old enough for a record at once."""
     monkeypatch.setattr(unchanged, "_SETTLED_S", -60.0)
-    tree = folder / "what"
+    tree = folder / "payload"
     (tree / "sub").mkdir(parents=True)
     (tree / "a.py").write_text("one")
     (tree / "sub" / "b.py").write_text("two")
@@ -133,7 +136,7 @@ def test_directories_of_distflow_itself_are_not_sent(tree: Path, folder: Path) -
     (tree / "results" / RESULTS_MARKER).touch()
     (tree / "root" / "own.py").touch()
     (tree / "root" / "distflow-job-7.log").touch()
-    (tree / "sub" / ".distflow").mkdir()  # a user's directory of this name is no mark
+    (tree / "sub" / ".distflow").mkdir()  # a user's directory of this name is sent
     assert _names(folder) == sorted([*before, "root", "root/own.py", "sub/.distflow"])
 
 
@@ -183,57 +186,57 @@ def test_a_directory_is_read_again_after_any_change_and_only_then(
 
 def test_a_large_file_is_read_again_after_any_change_and_only_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unchanged, "_SETTLED_S", -60.0)
-    (folder / "what").write_bytes(b"#!" + b"a" * (1 << 20))
+    (folder / "payload").write_bytes(b"#!" + b"a" * (1 << 20))
     other = _with_record_of_another_blob(folder)
     assert _digest(folder) == other
-    assert bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")[0][str(folder / "what")].mode == 0o700
-    (folder / "what").write_bytes(b"#!" + b"b" * (1 << 20))
+    assert bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")[0][str(folder / "payload")].mode == 0o700
+    (folder / "payload").write_bytes(b"#!" + b"b" * (1 << 20))
     assert _digest(folder) != other
 
 
-def test_reading_is_reported_in_bytes_and_what_is_unchanged_is_not(folder: Path, tree: Path) -> None:
+def test_progress_is_reported_in_bytes_but_not_for_unchanged_files(folder: Path, tree: Path) -> None:
     (tree / "large").write_bytes(os.urandom(2_000_000))
     (tree / "link").symlink_to("large")
     spec = load_spec(str(folder / "spec.yaml"))[0]
-    seen: list[tuple[int, int]] = []
-    bundle_files(spec, folder / "blobs", lambda done, total: seen.append((done, total)))
+    reports: list[tuple[int, int]] = []
+    bundle_files(spec, folder / "blobs", lambda done, total: reports.append((done, total)))
     size = 2_000_000 + len("one") + len("two") + len("*.log\n")
-    assert seen[-1] == (size, size)
-    assert seen == sorted(seen)
-    assert len({done for done, _ in seen}) > 4, "within a large file, too"
-    again: list[int] = []
-    bundle_files(spec, folder / "blobs", lambda done, _: again.append(done))
-    assert not again
+    assert reports[-1] == (size, size)
+    assert reports == sorted(reports)
+    assert len({done for done, _ in reports}) > 4, "progress is also reported within a large file"
+    second_reports: list[int] = []
+    bundle_files(spec, folder / "blobs", lambda done, _: second_reports.append(done))
+    assert not second_reports
 
 
-def test_a_directory_with_other_exclusions_has_a_record_of_its_own(folder: Path, tree: Path) -> None:
+def test_a_directory_with_other_exclusions_has_a_separate_record(folder: Path, tree: Path) -> None:
     bundle(folder)
-    (folder / "spec.yaml").write_text(SPEC.replace("what}", "what, exclude: [sub]}"))
+    (folder / "spec.yaml").write_text(SPEC.replace("payload}", "payload, exclude: [sub]}"))
     bundle(folder)
     assert len(list((folder / "blobs").glob("*.seen"))) == 2
 
 
 @pytest.mark.parametrize(("dense", "text", "is_compressed"), [(8, 0, False), (15, 4, True), (0, 4, True)])
 def test_bytes_that_do_not_compress_are_sent_as_they_are(folder: Path, dense: int, text: int, is_compressed: bool) -> None:
-    (folder / "what").mkdir()
+    (folder / "payload").mkdir()
     for number in range(dense):
-        (folder / "what" / f"weights-{number}").write_bytes(os.urandom(300_000))
+        (folder / "payload" / f"weights-{number}").write_bytes(os.urandom(300_000))
     for number in range(text):
-        (folder / "what" / f"text-{number}").write_bytes(b"some words " * 27_000)
+        (folder / "payload" / f"text-{number}").write_bytes(b"some words " * 27_000)
     one = bundle(folder)
-    total = sum(path.stat().st_size for path in (folder / "what").iterdir())
+    total = sum(path.stat().st_size for path in (folder / "payload").iterdir())
     assert (one.size < total) is is_compressed
     assert bundle(folder) == one
     with tarfile.open(folder / "blobs" / one.digest) as archive:
         for member in archive:
             file = archive.extractfile(member)
             assert file is not None
-            assert file.read() == (folder / "what" / member.name).read_bytes()
+            assert file.read() == (folder / "payload" / member.name).read_bytes()
 
 
-def test_nothing_is_recorded_of_files_that_have_just_changed(folder: Path) -> None:
-    (folder / "what").mkdir()
-    (folder / "what" / "a.py").write_text("one")
+def test_files_that_have_just_changed_are_not_recorded(folder: Path) -> None:
+    (folder / "payload").mkdir()
+    (folder / "payload" / "a.py").write_text("one")
     bundle(folder)
     assert not list((folder / "blobs").glob("*.seen"))
 
@@ -241,7 +244,7 @@ def test_nothing_is_recorded_of_files_that_have_just_changed(folder: Path) -> No
 def test_a_blob_that_a_power_cut_shortened_is_stored_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = []
     for letter in (b"a", b"b"):
-        (folder / "what").write_bytes(letter * 100)
+        (folder / "payload").write_bytes(letter * 100)
         digests.append(bundle(folder).digest)
     (folder / "blobs" / digests[1]).write_bytes(b"")
     synced: list[int] = []
@@ -260,33 +263,33 @@ def test_a_blob_that_a_power_cut_shortened_is_stored_again(folder: Path, monkeyp
 
 def test_text_is_distinguished_from_other_content(folder: Path) -> None:
     for data, text in ((b"{{output}}\n", "{{output}}\n"), (b"\0\1", None), (b"\xff", None), (b"x" * ((1 << 20) + 1), None)):
-        (folder / "what").write_bytes(data)
+        (folder / "payload").write_bytes(data)
         assert bundle(folder).text == text
 
 
-def test_a_script_may_be_executed(folder: Path) -> None:
-    (folder / "what").write_text("#!/bin/sh\n")
+def test_a_script_is_executable(folder: Path) -> None:
+    (folder / "payload").write_text("#!/bin/sh\n")
     assert bundle(folder).mode == 0o700
 
 
-def test_equal_directories_have_one_digest_whatever_their_times(folder: Path) -> None:
-    (folder / "what" / "sub").mkdir(parents=True)
-    (folder / "what" / "sub" / "a.py").write_text("a")
-    (folder / "what" / "b.log").write_text("b")
+def test_times_and_ignored_files_do_not_change_the_digest_of_a_directory(folder: Path) -> None:
+    (folder / "payload" / "sub").mkdir(parents=True)
+    (folder / "payload" / "sub" / "a.py").write_text("a")
+    (folder / "payload" / "b.log").write_text("b")
     first = bundle(folder)
     assert first.is_tar
-    os.utime(folder / "what" / "sub" / "a.py", (0, 0))
+    os.utime(folder / "payload" / "sub" / "a.py", (0, 0))
     assert bundle(folder) == first
-    (folder / "what" / ".gitignore").write_text("*.log\n")
+    (folder / "payload" / ".gitignore").write_text("*.log\n")
     without = bundle(folder)
-    (folder / "what" / "b.log").write_text("changed, and ignored")
+    (folder / "payload" / "b.log").write_text("changed, and ignored")
     assert bundle(folder) == without != first
 
 
-def test_both_names_of_one_file_are_sent(folder: Path) -> None:
-    (folder / "what" / "sub").mkdir(parents=True)
-    (folder / "what" / "first").write_text("data")
-    os.link(folder / "what" / "first", folder / "what" / "sub" / "second")
+def test_both_hard_links_to_a_file_are_sent(folder: Path) -> None:
+    (folder / "payload" / "sub").mkdir(parents=True)
+    (folder / "payload" / "first").write_text("data")
+    os.link(folder / "payload" / "first", folder / "payload" / "sub" / "second")
     one = bundle(folder)
     with tarfile.open(folder / "blobs" / one.digest) as archive:
         files = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
@@ -294,10 +297,10 @@ def test_both_names_of_one_file_are_sent(folder: Path) -> None:
 
 
 def test_pipes_and_sockets_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "what").mkdir()
-    (folder / "what" / "data").write_text("data")
-    os.mkfifo(folder / "what" / "pipe")
-    monkeypatch.chdir(folder / "what")  # the path of a socket may not be long
+    (folder / "payload").mkdir()
+    (folder / "payload" / "data").write_text("data")
+    os.mkfifo(folder / "payload" / "pipe")
+    monkeypatch.chdir(folder / "payload")  # the path of a socket must be short
     with socket.socket(socket.AF_UNIX) as one:
         one.bind("socket")
         with tarfile.open(folder / "blobs" / bundle(folder).digest) as archive:
@@ -305,26 +308,26 @@ def test_pipes_and_sockets_are_left_out(folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("line", ["!", "a\\", "[z-a]"])
-def test_a_gitignore_with_a_line_that_means_nothing_holds_for_the_rest(folder: Path, line: str) -> None:
-    (folder / "what").mkdir()
+def test_the_other_lines_of_a_gitignore_with_an_invalid_line_apply(folder: Path, line: str) -> None:
+    (folder / "payload").mkdir()
     for name in ("a.py", "b.log"):
-        (folder / "what" / name).write_text(name)
-    (folder / "what" / ".gitignore").write_text(f"{line}\n*.log\n")
+        (folder / "payload" / name).write_text(name)
+    (folder / "payload" / ".gitignore").write_text(f"{line}\n*.log\n")
     with tarfile.open(folder / "blobs" / bundle(folder).digest) as archive:
         assert archive.getnames() == [".gitignore", "a.py"]
 
 
 @pytest.mark.parametrize("is_directory", [False, True])
-def test_a_file_that_is_too_large_is_an_error_and_leaves_no_part(folder: Path, is_directory: bool) -> None:
-    path = folder / "what" / "big" if is_directory else folder / "what"
+def test_a_file_that_is_too_large_is_an_error_and_leaves_no_partial_blob(folder: Path, is_directory: bool) -> None:
+    path = folder / "payload" / "big" if is_directory else folder / "payload"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(os.urandom(5_000_000))
-    with file_size_limit(), pytest.raises(StateError, match=r"cannot copy .*what` to .*blobs`: File too large"):
+    with file_size_limit(), pytest.raises(StateError, match=r"cannot copy .*payload` to .*blobs`: File too large"):
         bundle(folder)
     assert list((folder / "blobs").iterdir()) == []
 
 
-def test_blobs_that_cannot_be_written_are_errors_of_the_state(folder: Path) -> None:
+def test_blobs_that_cannot_be_written_raise_a_state_error(folder: Path) -> None:
     (folder / "spec.yaml").write_text(TRAIN.replace("LAUNCHER", "spawn"))
     with (
         file_size_limit(1 << 10),
@@ -338,8 +341,8 @@ def test_blobs_that_cannot_be_written_are_errors_of_the_state(folder: Path) -> N
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> None:
-    (folder / "what").mkdir()
-    large = folder / "what" / "log"
+    (folder / "payload").mkdir()
+    large = folder / "payload" / "log"
     large.write_bytes(os.urandom(5_000_000))
     spec, _ = load_spec(str(folder / "spec.yaml"))
     bundles, (problem,) = bundle_files(spec, folder / "blobs", lambda *_: os.truncate(large, 0))
@@ -349,8 +352,8 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> 
     assert list((folder / "blobs").iterdir()) == []
 
 
-def test_a_blob_that_is_removed_while_sizes_are_read_does_no_harm(folder: Path) -> None:
-    (folder / "what").write_bytes(b"a" * 100)
+def test_a_blob_that_is_removed_while_sizes_are_read_is_ignored(folder: Path) -> None:
+    (folder / "payload").write_bytes(b"a" * 100)
     (folder / "blobs").mkdir()
     (folder / "blobs" / "another.part").symlink_to(folder / "gone")
     assert bundle(folder).size == 100
@@ -367,12 +370,12 @@ def test_distflow_train_is_sent_if_a_task_needs_it(folder: Path) -> None:
 
 
 BARE = str(Path(sys.base_prefix) / "bin" / "python3")
-"""An interpreter that knows nothing of distflow."""
+"""An interpreter without an installed distflow."""
 
 
-def unpacked(folder: Path) -> Path:
+def unpack_library(folder: Path) -> Path:
     with tarfile.open(fileobj=io.BytesIO(library_archive())) as archive:
-        for entry in archive:  # Python before 3.11.4 cannot be asked for a filter in `extractall`
+        for entry in archive:  # before Python 3.11.4, `extractall` has no argument `filter`
             content = archive.extractfile(entry)
             assert content is not None
             (folder / entry.name).parent.mkdir(parents=True, exist_ok=True)
@@ -380,7 +383,7 @@ def unpacked(folder: Path) -> Path:
     return folder
 
 
-def python(interpreter: str, folder: Path, text: str, *, path: str = "") -> str:
+def run_python(interpreter: str, folder: Path, text: str, *, path: str = "") -> str:
     done = subprocess.run(
         [interpreter, "-S", "-c", text], capture_output=True, text=True, check=False, timeout=60, cwd=folder,
         env={"PYTHONPATH": f"{folder}:{path}" if path else str(folder)},
@@ -397,22 +400,22 @@ def test_the_library_archive_is_reproducible_and_has_only_sources() -> None:
     assert all(name.endswith(".py") for name in names)
 
 
-def test_a_bare_interpreter_can_import_it(tmp_path: Path) -> None:
+def test_a_bare_interpreter_can_import_the_library(tmp_path: Path) -> None:
     text = "import distflow; from distflow import distributed; print(distflow.__version__, distributed.is_distributed_task())"
-    assert python(BARE, unpacked(tmp_path), text) == f"{__version__} False"
+    assert run_python(BARE, unpack_library(tmp_path), text) == f"{__version__} False"
 
 
 def test_an_installed_distflow_is_found_after_the_archive(tmp_path: Path) -> None:
     installed = Path(__file__).parents[3] / "src"
-    folder = unpacked(tmp_path / "lib")
+    folder = unpack_library(tmp_path / "lib")
     text = "import distflow.errors, distflow.train.heartbeat as d; print(distflow.errors.__file__); print(d.__file__)"
-    errors, train = python(BARE, folder, text, path=str(installed)).splitlines()
+    errors, train = run_python(BARE, folder, text, path=str(installed)).splitlines()
     assert Path(errors) == installed / "distflow" / "errors.py"
     assert Path(train) == folder / "distflow" / "train" / "heartbeat.py"
 
 
 @pytest.mark.parametrize(("name", "target"), [("data", "/etc"), ("sub/data", "../../elsewhere"), ("sub/data", "..")])
-def test_a_link_out_of_a_directory_is_refused_before_the_start(folder: Path, tree: Path, name: str, target: str) -> None:
+def test_a_link_that_leaves_the_sent_directory_is_refused(folder: Path, tree: Path, name: str, target: str) -> None:
     (tree / name).symlink_to(target)
     if target == "..":  # the directory itself
         bundle(folder)

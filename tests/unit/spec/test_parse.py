@@ -1,4 +1,4 @@
-"""Specs that are right: what each key becomes, and what is filled in where nothing was written."""
+"""Valid specs: the meaning of each key, the defaults of missing keys, and the published schema."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def only_task(keys: str, base_dir: Path = Path("/nowhere")) -> TaskSpec:
     return spec.groups[0].tasks[0]
 
 
-def test_a_spec_in_the_tutorials_manner() -> None:
+def test_a_spec_like_that_of_the_tutorial_is_parsed() -> None:
     spec = loaded(TUTORIAL)
     assert (spec.name, spec.pool, spec.file, spec.mark.line) == ("pytorch-dist", "lab", "f.yaml", 6)
     default = spec.resources["default"]
@@ -76,7 +76,7 @@ def test_a_spec_in_the_tutorials_manner() -> None:
     ]
 
 
-def test_scalars_of_a_task_are_texts_as_written() -> None:
+def test_scalars_of_a_task_become_texts_as_written() -> None:
     master = loaded(TUTORIAL).groups[0].tasks[0]
     assert [text.value for text in master.args] == ["/tmp/entry.sh", "5", "on", "1"]
     assert {name: text.value for name, text in master.environment.items()} == {
@@ -87,7 +87,7 @@ def test_scalars_of_a_task_are_texts_as_written() -> None:
     }
 
 
-def test_a_script_knows_the_line_of_each_of_its_lines() -> None:
+def test_each_line_of_a_script_has_its_line_in_the_spec() -> None:
     entry, binary = loaded(TUTORIAL).groups[0].tasks[0].files
     assert entry.contents is not None
     assert entry.contents.value == "# entry\npython3 /train.py --host {{host:worker-0}} --out {{output}}\n"
@@ -95,7 +95,7 @@ def test_a_script_knows_the_line_of_each_of_its_lines() -> None:
     assert (binary.contents, binary.data) == (None, b"\0\1\2")
 
 
-def test_ranks_keep_their_places() -> None:
+def test_ranks_have_the_lines_of_their_keys() -> None:
     ranks = loaded(TUTORIAL).groups[0].tasks[1].ranks
     assert ranks is not None
     assert (ranks.offset, ranks.size, ranks.world_size, ranks.mark.line, set(ranks.marks)) == (None, 8, None, 31, {"size"})
@@ -125,12 +125,12 @@ workflow:
     assert inputs == [(0, "get", ""), (1, "label-1", ".*[.]pt"), (2, "crop", "")]
 
 
-def test_tasks_without_groups_wait_for_one_another_too() -> None:
+def test_tasks_without_groups_wait_for_the_tasks_of_their_inputs() -> None:
     spec = loaded("workflow: {name: j, tasks: [{name: a, command: [x]}, {name: b, command: [x], inputs: [{task: a}]}]}")
     assert [(group.name, group.upstream) for group in spec.groups] == [("a-group", ()), ("b-group", ("a-group",))]
 
 
-def test_tasks_without_groups_get_one_each() -> None:
+def test_each_task_without_a_group_gets_its_own_group() -> None:
     spec = loaded(
         "workflow: {name: j, timeout: {queue_timeout: 5m}, tasks: [{name: a, command: [x]}, {name: b, command: [x]}]}"
     )
@@ -151,7 +151,7 @@ def test_the_first_replica_leads_a_group_of_replicas() -> None:
     assert [(task.name, task.lead) for task in group.tasks] == [("w-0", True), ("w-1", False), ("w-2", False)]
 
 
-def test_a_group_may_lift_the_workflows_timeout() -> None:
+def test_a_group_may_remove_the_timeout_of_the_workflow() -> None:
     group = "{name: g, timeout: {exec_timeout: 0}, tasks: [{name: a, command: [x]}]}"
     text = f"workflow: {{name: j, timeout: {{exec_timeout: 1h}}, groups: [{group}]}}"
     assert loaded(text).groups[0].timeouts.exec_s is None
@@ -162,13 +162,13 @@ def test_empty_tasks_next_to_groups_are_accepted_as_in_osmo() -> None:
     assert isinstance(loaded(text).groups[0], GroupSpec)
 
 
-def test_resources_without_an_entry_ask_for_nothing() -> None:
+def test_a_spec_without_resources_requests_no_gpus() -> None:
     spec = loaded("workflow: {name: j, tasks: [{name: a, command: [x]}]}")
     assert spec.resources["default"].gpu is None
 
 
 @pytest.mark.parametrize("version", ["2", '"2"', "2.0"])
-def test_versions_that_osmo_writes(version: str) -> None:
+def test_the_versions_of_osmo_are_accepted(version: str) -> None:
     assert loaded(f"version: {version}\nworkflow: {{name: j, tasks: [{{name: a, command: [x]}}]}}").name == "j"
 
 
@@ -196,7 +196,7 @@ def test_a_file_may_be_put_into_a_directory_that_is_sent(tmp_path: Path) -> None
     assert len(task.files) == 2
 
 
-def test_a_file_and_what_lies_inside_it_clash_in_either_order() -> None:
+def test_a_file_inside_another_file_is_refused() -> None:
     with pytest.raises(ProblemsFound, match="`d/x` is inside `d`, which is a file"):
         only_task("files: [{path: d/x, contents: y}, {path: d, contents: y}]")
 
@@ -213,7 +213,7 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_local_file_without_permission_is_found(tmp_path: Path) -> None:
+def test_a_local_file_without_read_permission_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").touch(mode=0)
     with pytest.raises(ProblemsFound, match="permission denied"):
         only_task("files: [{path: a.py, localpath: a.py}]", tmp_path)
@@ -223,7 +223,7 @@ def test_destinations_of_outputs_are_described() -> None:
     assert only_task("outputs: [{url: s3://b/o}, {dataset: {name: m}}]").outputs == ("upload to s3://b/o", "store as dataset m")
 
 
-def test_warnings_come_with_a_spec_that_can_be_used() -> None:
+def test_a_spec_with_warnings_can_be_used() -> None:
     spec, problems = load_spec_text("workflow: {name: j, tasks: [{name: a, cacheSize: 1Gi, command: [x]}]}", "f", Path("/"))
     assert spec.groups[0].tasks[0].name == "a"
     assert [problem.severity for problem in problems] == [Severity.WARNING]
@@ -242,20 +242,20 @@ def test_names_of_secrets_are_kept_and_checked() -> None:
         load_spec_text(text, "f", Path("/"), environment_names=["3x"])
 
 
-def test_wrong_names_are_reported_with_a_broken_document() -> None:
+def test_invalid_names_of_secrets_are_reported_with_an_invalid_document() -> None:
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text("a: [", "f", Path("/"), environment_names=["3x"])
     assert len(caught.value.problems) == 2
 
 
-def test_standard_input_is_a_spec_too() -> None:
+def test_a_spec_may_be_on_standard_input() -> None:
     text = "workflow: {name: j, tasks: [{name: a, command: [x]}]}"
     assert load_spec("-", stdin_text=text)[0].file == "-"
     with pytest.raises(ProblemsFound, match="-: error: the document is empty"):
         load_spec("-")
 
 
-def test_a_finding_in_an_alias_is_reported_once() -> None:
+def test_a_problem_in_an_alias_is_reported_at_most_once_for_each_use() -> None:
     text = "workflow:\n  name: j\n  tasks:\n  - &a {name: a, command: [x], exitActions: {FAIL: x}}\n  - {<<: *a, name: b}\n"
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text(text, "f", Path("/"))
@@ -266,7 +266,7 @@ def test_a_finding_in_an_alias_is_reported_once() -> None:
 
 
 def mappings(rule: object) -> list[dict[str, object]]:
-    """Return every schema in a schema."""
+    """Return the schema and all schemas inside it."""
     if isinstance(rule, list):
         return [found for item in rule for found in mappings(item)]
     if not isinstance(rule, dict):
@@ -274,7 +274,7 @@ def mappings(rule: object) -> list[dict[str, object]]:
     return [rule, *(found for item in rule.values() for found in mappings(item))]
 
 
-def test_the_schema_is_valid_and_closed() -> None:
+def test_the_schema_is_valid_and_its_mappings_define_additional_keys() -> None:
     import jsonschema
 
     schema = json.loads(schema_text())

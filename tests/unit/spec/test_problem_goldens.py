@@ -1,7 +1,7 @@
-"""Wrong specs and every message about them.
+"""Invalid specs, and all messages about them.
 
-``goldens/problems/spec_*.yaml`` break a rule each (some break many of one kind) and stand beside what distflow says (``.txt``).
-The layout's cases have a runner of their own.
+Each ``goldens/problems/spec_*.yaml`` breaks a rule (some break many of one kind). The messages are in the ``.txt`` file of the
+same name. ``test_layout_goldens.py`` tests the other specs of this directory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/spec/test_problem_goldens.py
 ONLY_WARNINGS = ("spec_warnings",)
 
 
-def findings_of(path: Path) -> str:
-    """Return every message about a spec, with its file named as in its own directory."""
+def messages_about(path: Path) -> str:
+    """Return all messages about a spec, with paths relative to its directory."""
     try:
         problems = load_spec(str(path))[1]
     except ProblemsFound as error:
@@ -31,13 +31,13 @@ def findings_of(path: Path) -> str:
     return text.replace(f"{path.parent}/", "")
 
 
-def test_there_are_cases() -> None:
+def test_there_are_golden_files() -> None:
     assert len(CASES) >= 44
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_a_wrong_spec_says_what_to_change(path: Path) -> None:
-    found = findings_of(path)
+def test_the_messages_about_an_invalid_spec_match_the_golden_file(path: Path) -> None:
+    found = messages_about(path)
     golden = path.with_suffix(".txt")
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         golden.write_text(found, encoding="utf-8")
@@ -48,7 +48,7 @@ def test_a_wrong_spec_says_what_to_change(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_only_errors_stop_a_spec(path: Path) -> None:
+def test_a_spec_is_refused_unless_it_has_only_warnings(path: Path) -> None:
     if path.stem in ONLY_WARNINGS:
         assert not errors_of(load_spec(str(path))[1])
     else:
@@ -57,8 +57,8 @@ def test_only_errors_stop_a_spec(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_no_message_is_the_validators_own(path: Path) -> None:
-    said = findings_of(path)
+def test_no_message_has_the_words_of_the_schema_validator(path: Path) -> None:
+    messages = messages_about(path)
     for phrase in (
         "is not of type",
         "is a required property",
@@ -67,4 +67,4 @@ def test_no_message_is_the_validators_own(path: Path) -> None:
         "is not valid under",
         "None",
     ):
-        assert phrase not in said
+        assert phrase not in messages

@@ -1,4 +1,4 @@
-"""``$(NAME)`` is replaced as Kubernetes replaces it."""
+"""References ``$(NAME)`` to variables, which are replaced as in Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VARIABLES = {"VAR": "value", "EMPTY": "", "NESTED": "$(VAR)"}
         ("$(VAR)", "value"),
         ("a $(VAR)-$(VAR) b", "a value-value b"),
         ("$(EMPTY)", ""),
-        ("$(NESTED)", "$(VAR)"),  # what was put in is not read again
+        ("$(NESTED)", "$(VAR)"),  # inserted text is not replaced again
         ("$(UNKNOWN) $(date +%s)", "$(UNKNOWN) $(date +%s)"),
         ("$$(VAR)", "$(VAR)"),
         ("$$$(VAR)", "$value"),
         ("$$$$(VAR)", "$$(VAR)"),
         ("$$(echo $(VAR))", "$(echo value)"),
-        ("$(echo $(VAR))", "$(echo $(VAR))"),  # the name ends at the first bracket
+        ("$(echo $(VAR))", "$(echo $(VAR))"),  # the name ends at the first parenthesis
         ("$VAR ${VAR} $(VAR", "$VAR ${VAR} $(VAR"),
         ("echo $$ $$x", "echo $$ $$x"),  # differs from Kubernetes: the process id of a shell
     ],
@@ -59,7 +59,7 @@ def load(text: str, *set_names: str) -> TaskSpec:
     return spec.groups[0].tasks[0]
 
 
-def test_the_variables_are_those_of_the_environment_in_their_order() -> None:
+def test_commands_use_all_variables_and_variables_only_those_above_them() -> None:
     task = load(SPEC)
     assert [text.value for text in (*task.command, *task.args)] == [
         "sh", "-c", "cat /data/x", "/data/x", "late", "$(FILE)",

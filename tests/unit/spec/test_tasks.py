@@ -1,4 +1,4 @@
-"""``exitActions`` and ``retry`` as a spec writes them, and the warnings for those that change nothing."""
+"""``exitActions``, ``retry`` and ``command`` of a spec, and the warnings about ``exitActions`` without effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ workflow:
 """
 
 
-WORDS = """
+COMMANDS = """
 workflow:
   name: words
   tasks:
@@ -57,7 +57,7 @@ def load() -> WorkflowSpec:
     return spec
 
 
-def test_retries_and_exit_actions_of_task_group_and_workflow() -> None:
+def test_retries_and_exit_actions_of_tasks_groups_and_workflow_are_parsed() -> None:
     helpers, never, counts = load().groups
     assert helpers.retry == Retry(limit=3, backoff_s=5.0, max_backoff_s=3600.0) == counts.retry
     assert never.retry == Retry(limit=0, backoff_s=7200.0, max_backoff_s=7200.0)
@@ -74,12 +74,12 @@ def test_a_reschedule_without_effect_is_one_warning_for_each_entry() -> None:
     assert one.as_text().startswith("spec.yaml:13: warning: RESCHEDULE of `one` has no effect: `retry` has the limit 0\n")
 
 
-def test_in_one_world_every_task_counts() -> None:
+def test_reschedule_has_an_effect_for_every_task_of_a_world() -> None:
     assert len(unused_reschedules(load(), {"helpers"})) == 1
 
 
 def test_a_command_in_one_string_is_split_as_a_shell_would_split_it() -> None:
-    spec, problems = load_spec_text(WORDS, "spec.yaml", Path.cwd())
+    spec, problems = load_spec_text(COMMANDS, "spec.yaml", Path.cwd())
     assert problems == ()
     assert {group.tasks[0].name: [word.value for word in group.tasks[0].command] for group in spec.groups} == {
         "listed": ["python3", "a b.py", "--lr", "0.1"],

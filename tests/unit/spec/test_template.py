@@ -1,4 +1,4 @@
-"""Templates: OSMO's variables and tokens, the line of every rendered line, and what a hostile template cannot do."""
+"""Templates: OSMO's variables and tokens, the source line of each rendered line, and the limits for hostile templates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_comments_above_the_first_section_are_not_rendered() -> None:
     assert "f.yaml:3: error: the variable `image`" in refusal("# {{ image }}\na: 1\n# {{ image }}\n")
 
 
-def test_text_above_the_first_section_is_rendered_when_it_is_more_than_comments() -> None:
+def test_definitions_in_comments_above_the_first_section_are_rendered() -> None:
     assert rendered("# {% set n = 2 %}\nx: {{ n }}") == "# \nx: 2"
     assert rendered("# {{ 1 }}\n{% for n in [3] %}\nx: {{ n }}{% endfor %}").endswith("x: 3")
 
@@ -96,15 +96,15 @@ def test_a_variable_without_default_may_be_set() -> None:
     assert rendered("x: {{ new }}", sets=[("new", "1")]) == "x: 1"
 
 
-def test_an_option_that_changes_nothing_is_refused() -> None:
-    said = refusal(DEFAULTS + "x: {{ n }}", [("vesrion", "1"), ("output", "1")])
-    assert "--set: error: the spec has no variable `vesrion`\n    did you mean `version`?" in said
-    assert "`output` cannot be set" in said
+def test_setting_an_unknown_variable_or_a_token_is_refused() -> None:
+    message = refusal(DEFAULTS + "x: {{ n }}", [("vesrion", "1"), ("output", "1")])
+    assert "--set: error: the spec has no variable `vesrion`\n    did you mean `version`?" in message
+    assert "`output` cannot be set" in message
     assert "add it to its `default-values`" in refusal("x: 1", [("a", "1")])
 
 
 @pytest.mark.parametrize(
-    ("written", "left"),
+    ("written", "expected"),
     [
         ("{{output}}", "{{output}}"),
         ("{{ output }}", "{{output}}"),
@@ -118,8 +118,8 @@ def test_an_option_that_changes_nothing_is_refused() -> None:
         ("{{ '{{' }}", "{{"),
     ],
 )
-def test_rendering_keeps_tokens(written: str, left: str) -> None:
-    assert rendered(f"default-values: {{n: 2}}\nx: {written}\ny: {{{{ n }}}}") == f"\nx: {left}\ny: 2"
+def test_rendering_keeps_tokens(written: str, expected: str) -> None:
+    assert rendered(f"default-values: {{n: 2}}\nx: {written}\ny: {{{{ n }}}}") == f"\nx: {expected}\ny: 2"
 
 
 def test_a_variable_of_the_spec_wins_over_a_rank_token() -> None:
@@ -135,16 +135,16 @@ def test_a_default_that_can_have_no_effect_is_a_warning() -> None:
 
 
 def test_every_undefined_variable_is_named_with_its_line() -> None:
-    said = refusal(
+    message = refusal(
         "a: {{ one }}\nb: {{ two.x }}\nc: {{ three | default(1) }}\nd: {% if four is defined %}{{ four }}{% endif %}"
     )
-    assert "f.yaml:1: error: the variable `one`" in said
-    assert "f.yaml:2: error: the variable `two`" in said
-    assert "three" not in said
-    assert "four" not in said
+    assert "f.yaml:1: error: the variable `one`" in message
+    assert "f.yaml:2: error: the variable `two`" in message
+    assert "three" not in message
+    assert "four" not in message
 
 
-def test_a_token_inside_an_expression_says_how_to_write_it() -> None:
+def test_the_error_about_a_token_inside_an_expression_has_the_remedy() -> None:
     assert "`{{output}}` is a token of distflow: write it outside" in refusal("a: {{ output ~ '/x' }}")
 
 
@@ -175,7 +175,7 @@ def test_lines_are_known_after_loops_conditions_and_trimming() -> None:
     ]
 
 
-def test_marks_of_lines_never_change_what_a_template_computes() -> None:
+def test_line_marks_do_not_change_the_values_in_a_template() -> None:
     text = "{% set x %}a\nb{% endset %}\n{{ x == 'a\\nb' }} {{ x | length }}\n{% macro m() %}q{% endmacro %}{{ m() == 'q' }}"
     assert rendered(text) == "\nTrue 3\nTrue"
 
@@ -218,7 +218,7 @@ def test_every_word_of_a_template_is_found_in_its_line(pieces: list[str]) -> Non
 
 @settings(max_examples=100)
 @given(st.text("ab{}%#\n '\"", max_size=30))
-def test_any_text_is_rendered_or_refused_in_words(text: str) -> None:
+def test_any_text_is_rendered_without_line_marks_or_refused(text: str) -> None:
     with contextlib.suppress(ProblemsFound):
         assert "\U000f0000" not in render(text, "f.yaml").text
 
@@ -250,8 +250,8 @@ def test_any_text_is_rendered_or_refused_in_words(text: str) -> None:
 )
 def test_no_value_grows_without_bound(expression: str) -> None:
     begun = time.process_time()
-    said = refusal(expression, limit_s=60)
-    assert "too large" in said or "larger than 4 MiB" in said
+    message = refusal(expression, limit_s=60)
+    assert "too large" in message or "larger than 4 MiB" in message
     assert time.process_time() - begun < 10
 
 
@@ -269,12 +269,12 @@ def test_no_template_runs_past_its_deadline(template: str) -> None:
     assert time.process_time() - begun < 5
 
 
-def test_a_large_number_that_is_no_width_may_be_formatted() -> None:
+def test_a_large_number_that_is_not_a_width_may_be_formatted() -> None:
     text = "{{ '{{x: {d[n]}, {d[w]:3}'.format(d={'n': 5000000, 'w': 1}) }}"
     assert render(text, "f.yaml").text == "{x: 5000000,   1"
 
 
-def test_every_round_of_a_loop_looks_at_the_clock() -> None:
+def test_every_iteration_of_a_loop_checks_the_clock() -> None:
     from jinja2.exceptions import SecurityError
 
     from distflow.spec.jinja import BoundedEnvironment
@@ -304,7 +304,7 @@ def test_every_round_of_a_loop_looks_at_the_clock() -> None:
         ("\necho ${#x[@]}", "f.yaml:2: error: the template is not valid: missing end of comment tag"),
     ],
 )
-def test_each_failure_is_one_finding(template: str, words: str) -> None:
+def test_each_failure_of_a_template_is_explained(template: str, words: str) -> None:
     assert words in refusal(template)
 
 

@@ -1,4 +1,4 @@
-"""Workflows in a state directory, for tests: records as the supervisor leaves them, and the logs beside them."""
+"""Records, plans and mirrored logs of workflows, like those that the supervisor stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def workflow(
     pool: str = "lab",
     warnings: Sequence[str] = (),
 ) -> WorkflowRecord:
-    """Return a workflow; its number is only that of its uuid, the id comes with ``submit``."""
+    """Return a workflow. ``number`` is only in its uuid; ``submit`` assigns its number and id."""
     return WorkflowRecord(
         uuid=UUID.format(number),
         id="",
@@ -57,7 +57,7 @@ def workflow(
 
 
 def task(name: str, state: State = State.COMPLETED, **fields: object) -> TaskRecord:
-    """Return a task that ran on the node ``<name>-node``; ``fields`` replace what is there."""
+    """Return a task that ran on the node ``<name>-node``. ``fields`` replace these values."""
     plain = TaskRecord(
         name=name,
         lead=name == "master",
@@ -75,7 +75,7 @@ def task(name: str, state: State = State.COMPLETED, **fields: object) -> TaskRec
 
 
 def completed_group() -> GroupRecord:
-    """Return master and worker that completed."""
+    """Return a group whose tasks ``master`` and ``worker`` completed."""
     return GroupRecord(
         name="training",
         state=State.COMPLETED,
@@ -88,7 +88,7 @@ def completed_group() -> GroupRecord:
 
 
 def failed_group() -> GroupRecord:
-    """Return a gang whose worker failed first."""
+    """Return a group whose task ``worker`` failed first."""
     failed = End(ended_at=T0 + 90, exit_code=1, output_bytes=48)
     stopped = End(ended_at=T0 + 92, reason=EndReason.STOPPED, signal=15)
     message = "exit code 1: RuntimeError: shapes differ"
@@ -121,7 +121,7 @@ def failed_group() -> GroupRecord:
 
 
 def running_group() -> GroupRecord:
-    """Return master and worker in the midst of it."""
+    """Return a group whose tasks ``master`` and ``worker`` are running."""
     return GroupRecord(
         name="training",
         state=State.RUNNING,
@@ -133,7 +133,7 @@ def running_group() -> GroupRecord:
 
 
 def plan_of(record: WorkflowRecord) -> Plan:
-    """Return a plan of which a workflow could be the run."""
+    """Return a plan that fits the record of a workflow."""
     groups = (
         GroupPlan(
             name=group.name,
@@ -153,19 +153,19 @@ def submit(
     events: Iterable[tuple[str, str | None]] = (),
     backend: str = "ssh",
 ) -> WorkflowRecord:
-    """Store a workflow in its state, in one transaction; events are pairs of text and task."""
+    """Store a workflow and its events. ``events`` are pairs of a text and the name of a task."""
     plan, pool = plan_of(record), Pool(name=record.pool, backend=backend, nodes=())
-    told = [
+    records = [
         EventRecord(
             at=T0 + 3 * number, details=Message(text=text), workflow=record.uuid, group="training", task=name, attempt=0
         )
         for number, (text, name) in enumerate(events)
     ]
-    return store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool, events=told)
+    return store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool, events=records)
 
 
 def write_log(folder: Path, reads: Iterable[tuple[float, bytes]]) -> None:
-    """Mirror the output of an attempt: what each read on the node gave, with its time."""
+    """Write the mirrored output of an attempt. ``reads`` has the time and the data of each read on the node."""
     folder.mkdir(parents=True, exist_ok=True)
     log, index = folder / "output.log", folder / "output.idx"
     for at, data in reads:
@@ -177,13 +177,13 @@ def write_log(folder: Path, reads: Iterable[tuple[float, bytes]]) -> None:
 
 
 def task_log(directory: StateDirectory, record: WorkflowRecord, name: str, reads: Iterable[tuple[float, bytes]]) -> None:
-    """Mirror the output of a task of group ``training``."""
+    """Write the mirrored output of a task in the group ``training``."""
     write_log(Mirror(directory.logs).folder(record.uuid, "training", name, 0), reads)
 
 
 @contextmanager
 def supervised(directory: StateDirectory) -> Iterator[None]:
-    """Hold the supervisor's lock, so that no command starts one."""
+    """Hold the supervisor's lock, so that no command starts a supervisor."""
     lock = SupervisorLock(directory)
     assert lock.take()
     try:

@@ -1,4 +1,4 @@
-"""Credentials on disk: who can read them, what is refused, and that no value is ever named."""
+"""Credentials on disk: their permissions, refused names and payloads, and error messages without secret values."""
 
 from __future__ import annotations
 
@@ -20,70 +20,70 @@ def payload(**values: str) -> Mapping[str, Secret]:
     return {key: Secret(value) for key, value in values.items()}
 
 
-def test_a_credential_is_kept_for_its_owner_only(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_credential(tmp_path: Path) -> None:
     folder = tmp_path / "credentials"
     folder.mkdir(mode=0o755)
-    kept = CredentialStore(folder)
-    kept.set("wandb", CredentialType.GENERIC, payload(api_key="hidden-value"))
+    store = CredentialStore(folder)
+    store.set("wandb", CredentialType.GENERIC, payload(api_key="hidden-value"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {"wandb.json": 0o600}
-    found = kept.find("wandb")
+    found = store.find("wandb")
     assert found is not None
     assert found.payload["api_key"].reveal() == "hidden-value"
     assert "hidden-value" not in repr(found)
 
 
 def test_a_missing_directory_has_no_credentials(tmp_path: Path) -> None:
-    kept = CredentialStore(tmp_path / "nothing")
-    assert kept.all() == ()
-    assert kept.find("wandb") is None
-    assert kept.for_data("s3://bucket") is None
+    store = CredentialStore(tmp_path / "nothing")
+    assert store.all() == ()
+    assert store.find("wandb") is None
+    assert store.for_data("s3://bucket") is None
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_generic_name_is_given_once(tmp_path: Path) -> None:
-    kept = CredentialStore(tmp_path)
-    kept.set("one", CredentialType.GENERIC, payload(key="first"))
+def test_a_generic_credential_is_never_replaced(tmp_path: Path) -> None:
+    store = CredentialStore(tmp_path)
+    store.set("one", CredentialType.GENERIC, payload(key="first"))
     with pytest.raises(InputError, match="already"):
-        kept.set("one", CredentialType.GENERIC, payload(key="second"))
+        store.set("one", CredentialType.GENERIC, payload(key="second"))
     with pytest.raises(InputError, match="already"):
-        kept.set("one", CredentialType.DATA, payload(**DATA))
-    found = kept.find("one")
+        store.set("one", CredentialType.DATA, payload(**DATA))
+    found = store.find("one")
     assert found is not None
     assert found.payload["key"].reveal() == "first"
-    kept.delete("one")
+    store.delete("one")
     with pytest.raises(NotFound, match="no credential `one`"):
-        kept.delete("one")
+        store.delete("one")
 
 
-def test_a_data_credential_takes_the_place_of_the_one_with_its_endpoint(tmp_path: Path) -> None:
-    kept = CredentialStore(tmp_path)
-    kept.set("old", CredentialType.DATA, payload(**DATA))
-    kept.set("other", CredentialType.DATA, payload(**DATA | {"endpoint": "gs://bucket/"}))
-    kept.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "second"}))
-    kept.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "third"}))
-    assert [one.name for one in kept.all()] == ["new", "other"]
-    found = kept.for_data("s3://bucket")
+def test_a_data_credential_replaces_the_one_with_the_same_endpoint(tmp_path: Path) -> None:
+    store = CredentialStore(tmp_path)
+    store.set("old", CredentialType.DATA, payload(**DATA))
+    store.set("other", CredentialType.DATA, payload(**DATA | {"endpoint": "gs://bucket/"}))
+    store.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "second"}))
+    store.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "third"}))
+    assert [one.name for one in store.all()] == ["new", "other"]
+    found = store.for_data("s3://bucket")
     assert found is not None
     assert found["access_key"].reveal() == "third"
-    assert kept.for_data("gs://bucket") is not None
-    assert kept.for_data("s3://else") is None
+    assert store.for_data("gs://bucket") is not None
+    assert store.for_data("s3://else") is None
     with pytest.raises(InputError, match="already"):
-        kept.set("other", CredentialType.DATA, payload(**DATA))
+        store.set("other", CredentialType.DATA, payload(**DATA))
 
 
 @pytest.mark.parametrize("profile", ["s3://b", "gs://b", "az://c", "azure://a", "tos://e/b", "swift://e/a"])
 def test_every_profile_can_have_a_credential(tmp_path: Path, profile: str) -> None:
-    kept = CredentialStore(tmp_path)
-    kept.set("one", CredentialType.DATA, payload(**DATA | {"endpoint": profile}))
-    assert kept.for_data(profile) is not None
+    store = CredentialStore(tmp_path)
+    store.set("one", CredentialType.DATA, payload(**DATA | {"endpoint": profile}))
+    assert store.for_data(profile) is not None
 
 
-def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
-    kept = CredentialStore(tmp_path)
-    kept.set("plain", CredentialType.REGISTRY, payload(auth="a"))
-    kept.set("ours", CredentialType.REGISTRY, payload(auth="b", registry="registry.example", username="me"))
-    plain, ours = kept.for_registry(""), kept.for_registry("registry.example")
+def test_registry_credentials_are_found_by_the_name_of_the_registry(tmp_path: Path) -> None:
+    store = CredentialStore(tmp_path)
+    store.set("plain", CredentialType.REGISTRY, payload(auth="a"))
+    store.set("ours", CredentialType.REGISTRY, payload(auth="b", registry="registry.example", username="me"))
+    plain, ours = store.for_registry(""), store.for_registry("registry.example")
     assert plain is not None
     assert ours is not None
     assert (plain["auth"].reveal(), ours["auth"].reveal()) == ("a", "b")
@@ -114,15 +114,15 @@ def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
         (CredentialType.DATA, DATA | {"addressing_style": "hidden-value"}, "addressing_style"),
     ],
 )
-def test_a_wrong_payload_is_refused_without_naming_a_value(
+def test_a_wrong_payload_is_refused_without_quoting_a_value(
     tmp_path: Path, kind: CredentialType, values: Mapping[str, str], words: str
 ) -> None:
-    kept = CredentialStore(tmp_path / "credentials")
+    store = CredentialStore(tmp_path / "credentials")
     with pytest.raises(InputError) as caught:
-        kept.set("one", kind, {key: Secret(value) for key, value in values.items()})
+        store.set("one", kind, {key: Secret(value) for key, value in values.items()})
     assert words in str(caught.value)
     assert "hidden-value" not in str(caught.value)
-    assert kept.all() == ()
+    assert store.all() == ()
 
 
 @pytest.mark.parametrize("name", ["", "1a", "a-", "../a", "a b", "ä", "a" * 65])
@@ -143,22 +143,22 @@ def test_a_damaged_file_is_named_and_not_quoted(tmp_path: Path, text: str) -> No
     assert "hidden-value" not in str(caught.value)
 
 
-def test_of_many_writers_one_wins(tmp_path: Path) -> None:
-    kept, lost = CredentialStore(tmp_path), []
+def test_only_one_of_several_concurrent_writers_succeeds(tmp_path: Path) -> None:
+    store, refused = CredentialStore(tmp_path), []
 
     def write(number: int) -> None:
         try:
-            kept.set("one", CredentialType.GENERIC, payload(key=f"value {number}"))
+            store.set("one", CredentialType.GENERIC, payload(key=f"value {number}"))
         except InputError:
-            lost.append(number)
+            refused.append(number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    found = kept.find("one")
+    found = store.find("one")
     assert found is not None
-    (winner,) = set(range(8)) - set(lost)
+    (winner,) = set(range(8)) - set(refused)
     assert found.payload["key"].reveal() == f"value {winner}"
     assert [path.name for path in tmp_path.iterdir()] == ["one.json"]

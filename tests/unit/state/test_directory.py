@@ -8,7 +8,7 @@ from pathlib import Path
 from distflow.state.directory import StateDirectory
 
 
-def test_threads_may_create_it_at_the_same_time(tmp_path: Path) -> None:
+def test_threads_may_create_the_directory_at_the_same_time(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path / "state")
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda _: directory.ensure(), range(800)))

@@ -1,4 +1,4 @@
-"""Events: each kind has a code, survives the store, and has a sentence."""
+"""Events: each kind has a code and a sentence, and its stored fields are read back unchanged."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _value(hint: Any) -> Any:
     return VALUES[hint] if hint in VALUES else {"x": _value(typing.get_args(hint)[1])}
 
 
-def test_each_kind_has_a_code_of_its_own() -> None:
+def test_each_kind_has_a_unique_code() -> None:
     codes = [kind.code for kind in KINDS if kind is not Message]
     assert len(set(codes)) == len(codes)
     assert None not in codes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_has_a_sentence_and_comes_back_from_the_store(kind: type[EventDetails]) -> None:
+def test_each_kind_has_a_sentence_and_is_read_back_unchanged(kind: type[EventDetails]) -> None:
     details = _example(kind)
     assert event_text(details, group=None, task=None)
     if not isinstance(details, Message):

@@ -1,4 +1,4 @@
-"""Which lines of a log are metrics, and what each rank said last."""
+"""Metrics in the lines of a log, and the latest metrics of each rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distflow.state.metrics import latest, number, parse_metric, read_metrics
         ('{"step": 7, "seen": 123456789012345678901234567890}', (7, None, {"seen": "123456789012345678901234567890"})),
     ],
 )
-def test_lines_that_count(line: str, found: object) -> None:
+def test_json_objects_with_a_step_are_metrics(line: str, found: object) -> None:
     assert parse_metric(line) == found
 
 
@@ -45,7 +45,7 @@ def test_other_lines_are_ignored(line: str) -> None:
     assert parse_metric(line) is None
 
 
-def test_one_line_takes_little_whatever_it_says() -> None:
+def test_the_size_of_one_metric_is_limited() -> None:
     many = parse_metric(json.dumps({"step": 1, **{f"m{number}": number for number in range(500)}}))
     assert many is not None
     assert len(many[2]) == 64
@@ -55,12 +55,12 @@ def test_one_line_takes_little_whatever_it_says() -> None:
     assert parse_metric(json.dumps({"step": 1, "text": "x" * 20_000})) is None
 
 
-def lines(*said: tuple[str, int, Mapping[str, object]]) -> list[LogLine]:
-    """Lines by task and attempt."""
-    return [LogLine(task, attempt, 7.0, json.dumps(record)) for task, attempt, record in said]
+def lines(*metrics: tuple[str, int, Mapping[str, object]]) -> list[LogLine]:
+    """Return log lines from the task, the attempt and the metrics of each."""
+    return [LogLine(task, attempt, 7.0, json.dumps(values)) for task, attempt, values in metrics]
 
 
-def test_the_latest_of_each_rank_has_the_newest_value_of_each_name() -> None:
+def test_latest_has_the_newest_value_of_each_metric_for_each_rank() -> None:
     found = latest(
         read_metrics(
             lines(
@@ -79,24 +79,24 @@ def test_the_latest_of_each_rank_has_the_newest_value_of_each_name() -> None:
 
 
 def test_a_later_attempt_replaces_all_ranks_of_an_earlier_one() -> None:
-    said = lines(
+    log = lines(
         ("master", 0, {"step": 8, "loss": 1.0, "rank": 0}),
         ("master", 0, {"step": 8, "loss": 1.0, "rank": 1}),
         ("master", 1, {"step": 5, "loss": 2.0, "rank": 0}),
     )
-    assert [(one.attempt, one.rank, one.step) for one in latest(read_metrics(said))] == [(1, 0, 5)]
+    assert [(one.attempt, one.rank, one.step) for one in latest(read_metrics(log))] == [(1, 0, 5)]
 
 
-def test_names_without_end_do_not_fill_the_memory() -> None:
-    said = lines(*(("one", 0, {"step": step, f"m{step}": step, "loss": step}) for step in range(2000)))
-    (found,) = latest(read_metrics(said))
+def test_the_number_of_latest_values_is_limited() -> None:
+    log = lines(*(("one", 0, {"step": step, f"m{step}": step, "loss": step}) for step in range(2000)))
+    (found,) = latest(read_metrics(log))
     assert len(found.values) < 500
     assert found.values["loss"] == 1999
 
 
 def test_metrics_of_one_rank_can_be_requested() -> None:
-    said = lines(("a", 0, {"step": 1, "rank": 0}), ("a", 0, {"step": 1, "rank": 1}), ("a", 0, {"step": 1}))
-    assert [metric.rank for metric in read_metrics(said, rank=1)] == [1]
+    log = lines(("a", 0, {"step": 1, "rank": 0}), ("a", 0, {"step": 1, "rank": 1}), ("a", 0, {"step": 1}))
+    assert [metric.rank for metric in read_metrics(log, rank=1)] == [1]
 
 
 def test_texts_are_not_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Records of older versions of distflow, which must go on being read."""
+"""Records of older versions of distflow can still be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distflow.state.record import DataKind, DataRef, TransferRecord
         ("relay/write/0", DataRef(DataKind.WRITE, 0), True),
     ],
 )
-def test_transferred_data_of_an_older_distflow_is_read(op: str, data: DataRef, is_relayed: bool) -> None:
+def test_a_transfer_record_of_an_older_distflow_is_read(op: str, data: DataRef, is_relayed: bool) -> None:
     found = decode(f'{{"op":"{op}","task":"t","at":1.0,"url":"s3://b/x"}}'.encode(), TransferRecord)
     assert found == TransferRecord(data=data, is_relayed=is_relayed, task="t", at=1.0, url="s3://b/x")
     assert decode(encode(found), TransferRecord) == found

@@ -1,4 +1,4 @@
-"""Resource samples as a node may send them."""
+"""Resource samples: invalid or too many samples from a node, their files, and thinning."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_lines_that_are_not_samples_are_ignored(line: bytes, times: list[float])
     "name",
     ["loss", "system/", "system/a/b/c", "system/\x1b[31m/x", "system/<b>/x", "system/" + "a" * 99, 7, None, ["system/a"]],
 )
-def test_names_of_other_forms_are_ignored(name: object) -> None:
+def test_series_with_invalid_names_are_ignored(name: object) -> None:
     header = json.dumps({"columns": ["time", name, "system/cpu/usage"], "limits": {"system/<b>": 1, "system/a": "x"}}).encode()
     times, series, limits = parse_samples([header, b"[1,2,3]"])
     assert (times, series, limits) == ([1], {"system/cpu/usage": [3]}, {})
@@ -71,7 +71,7 @@ def test_the_number_of_values_is_limited() -> None:
     assert len(times) * len(series) <= (8 << 20) + 1000
 
 
-def test_a_mirror_stores_no_endless_samples(tmp_path: Path) -> None:
+def test_a_mirror_ignores_samples_beyond_the_size_limit(tmp_path: Path) -> None:
     mirror, attempt = Mirror(tmp_path), "w/g/t/0"
     assert mirror.reached(attempt, "samples") == ("output.samples", 0)
     mirror.write(attempt, "output.samples", 0, HEADER + b"\n[1,2,3]\n")
@@ -81,7 +81,7 @@ def test_a_mirror_stores_no_endless_samples(tmp_path: Path) -> None:
         mirror.write(attempt, "output-5-1.samples", 0, b"x")
 
 
-def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
+def test_last_samples_reads_only_the_end_of_a_long_file(tmp_path: Path) -> None:
     source = LogSource("t", 0, tmp_path)
     assert last_samples(source) is read_samples(source) is None
     rows = [HEADER if second % 100 == 0 else b"[%d,%d,%d]" % (second, second, second) for second in range(20000)]

@@ -1,4 +1,4 @@
-"""The secrets of workflows: kept for their owner, and forgotten."""
+"""Files with the secrets of workflows and the key of gangs: permissions, removal, and damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_the_owner_can_read_stored_secrets(tmp_path: Path) -> None:
     assert read_secrets(tmp_path, "two") == {}
 
 
-def test_secrets_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
+def test_secrets_of_ended_and_never_stored_workflows_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     folder.mkdir()
     with Store(tmp_path / "store.sqlite3") as store:
@@ -49,30 +49,28 @@ def test_secrets_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
             )
             if state.is_final:
                 store.save([replace(store.find(record.uuid), state=state)], [])
-        runs, ended = (workflow(number=number).uuid for number in (1, 2))
-        for name, age in ((runs, 9 * HOUR), (ended, 0.0), ("being-submitted", 0.0), ("never-stored", 2 * HOUR)):
+        running, ended = (workflow(number=number).uuid for number in (1, 2))
+        for name, age in ((running, 9 * HOUR), (ended, 0.0), ("being-submitted", 0.0), ("never-stored", 2 * HOUR)):
             write_secrets(folder, name, {"TOKEN": Secret("hidden")})
             os.utime(folder / f"{name}.json", (T0 - age, T0 - age))
-        # Another version of distflow may still need them.
-        store._db.execute("UPDATE workflows SET warnings = '3' WHERE uuid = ?", (runs,))
+        # A record that this version cannot read may belong to another version, which still needs the secrets.
+        store._db.execute("UPDATE workflows SET warnings = '3' WHERE uuid = ?", (running,))
         sweep_secrets(folder, store, T0)
-    assert {path.stem for path in folder.iterdir()} == {runs, "being-submitted"}
+    assert {path.stem for path in folder.iterdir()} == {running, "being-submitted"}
 
 
-@pytest.mark.parametrize("left", [b"", b"short"])
-def test_a_key_that_a_power_cut_emptied_is_refused(tmp_path: Path, left: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"short"])
+def test_a_damaged_key_is_refused(tmp_path: Path, content: bytes) -> None:
     first = gang_token(tmp_path, "gang")
     assert gang_token(tmp_path, "gang") == first
     assert [path.name for path in tmp_path.iterdir()] == ["gang.key"]
-    (tmp_path / "gang.key").write_bytes(left)
+    (tmp_path / "gang.key").write_bytes(content)
     with pytest.raises(StateError, match=r"gang\.key is damaged") as caught:
         gang_token(tmp_path, "gang")
     assert "remove the file" in str(caught.value.hint)
 
 
-def test_the_content_is_on_the_disk_before_a_secret_or_key_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_and_keys_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     fsync, replace_ = os.fsync, os.replace
 

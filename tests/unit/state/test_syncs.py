@@ -1,4 +1,4 @@
-"""Records of what copies files in the background."""
+"""Records and locks of the processes that copy files in the background."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SYNC = Sync(
 )  # fmt: skip
 
 
-def made(folder: Path) -> Syncs:
+def create_syncs(folder: Path) -> Syncs:
     syncs = Syncs(folder / "rsync")
     syncs.ensure()
     return syncs
 
 
 def test_each_task_has_one_process_and_only_the_owner_reads_its_files(tmp_path: Path) -> None:
-    syncs = made(tmp_path)
+    syncs = create_syncs(tmp_path)
     handle = syncs.take(SYNC)
     assert handle is not None
     assert syncs.take(SYNC) is None
@@ -47,7 +47,7 @@ def test_each_task_has_one_process_and_only_the_owner_reads_its_files(tmp_path: 
 
 
 def test_checking_the_lock_does_not_prevent_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    syncs = made(tmp_path)
+    syncs = create_syncs(tmp_path)
     reader = os.open(tmp_path / "rsync" / "a1-main.lock", os.O_RDWR | os.O_CREAT, 0o600)
     flock = fcntl.flock
     flock(reader, fcntl.LOCK_SH)
@@ -56,7 +56,7 @@ def test_checking_the_lock_does_not_prevent_taking_it(tmp_path: Path, monkeypatc
         try:
             flock(handle, how)
         except BlockingIOError:
-            flock(reader, fcntl.LOCK_UN)  # it has seen enough
+            flock(reader, fcntl.LOCK_UN)  # the reader has checked the lock
             raise
 
     monkeypatch.setattr(fcntl, "flock", refused_once)
@@ -66,8 +66,8 @@ def test_checking_the_lock_does_not_prevent_taking_it(tmp_path: Path, monkeypatc
     os.close(reader)
 
 
-def test_damaged_records_are_passed_over_and_old_ones_go(tmp_path: Path) -> None:
-    syncs = made(tmp_path)
+def test_damaged_records_are_skipped_and_old_ones_are_removed(tmp_path: Path) -> None:
+    syncs = create_syncs(tmp_path)
     syncs.write(replace(SYNC, ended_at=1000.0))
     syncs.write(replace(SYNC, task="helper"))
     (tmp_path / "rsync" / "a1-bad.json").write_text("{")
@@ -77,20 +77,22 @@ def test_damaged_records_are_passed_over_and_old_ones_go(tmp_path: Path) -> None
     assert [one.task for one in syncs.list()] == ["helper"]
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-def test_stop_ends_its_process_and_no_other(tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ignores_sigterm", [False, True])
+def test_stop_ends_only_the_process_that_holds_the_lock(
+    tmp_path: Path, ignores_sigterm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("distflow.state.syncs._STOP_S", 0.3)
-    syncs = made(tmp_path)
+    syncs = create_syncs(tmp_path)
     lock = tmp_path / "rsync" / "a1-main.lock"
-    # Deaf before it is seen at work.
-    code = "import fcntl, signal\n" + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * deaf
+    # The process ignores SIGTERM before it takes the lock, so before `is_running` is true.
+    code = "import fcntl, signal\n" + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * ignores_sigterm
     code += f"file = open({str(lock)!r}, 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\nsignal.pause()"
     with subprocess.Popen([sys.executable, "-c", code]) as holder:
         wait_until(lambda: syncs.is_running(SYNC))
         syncs.write(replace(SYNC, pid=holder.pid))
         syncs.stop(SYNC)
-        assert holder.wait(60) == (-9 if deaf else -15)
-    # A number of a process that holds no lock is nobody of ours.
+        assert holder.wait(60) == (-9 if ignores_sigterm else -15)
+    # A process without the lock is not signaled, because the recorded pid may have been reused.
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         syncs.write(replace(SYNC, pid=stranger.pid))
         syncs.stop(SYNC)
@@ -102,4 +104,4 @@ def test_stop_ends_its_process_and_no_other(tmp_path: Path, deaf: bool, monkeypa
 def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rsync").write_text("")
     with pytest.raises(StateError, match="cannot use the state directory"):
-        made(tmp_path)
+        create_syncs(tmp_path)

@@ -1,4 +1,4 @@
-"""Who we are to a store, told to a node: only what can be told, and as little as that."""
+"""The identity that nodes get for a store: its own credentials and variables, and no others."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "name", "AZURE_STORAGE_ACCOUNT_KEY": "key
 
 
 @pytest.mark.parametrize(
-    ("url", "environ", "told"),
+    ("url", "environ", "names"),
     [
         ("s3://b/x", KEYS | WHERE | {"AWS_SESSION_TOKEN": "t", "HOME": "/h"}, {*KEYS, *WHERE, "AWS_SESSION_TOKEN"}),
-        # Nobody else's business.
+        # Credentials of other stores are left out.
         ("s3://b/x", KEYS | AZURE, {*KEYS}),
         ("az://c/x", KEYS | AZURE, {*AZURE}),
         ("az://c/x", AZURE | {"AWS_PROFILE": "work"}, {*AZURE}),
         ("azure://a/c/x", AZURE, {*AZURE}),
-        # It lies in files here, or is a role of this machine.
+        # The credentials are in files or are a role of this machine, so a node cannot get them.
         ("s3://b/x", WHERE, None),
         ("s3://b/x", AZURE, None),
         ("s3://b/x", KEYS | {"AWS_PROFILE": "work"}, None),
@@ -32,9 +32,9 @@ AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "name", "AZURE_STORAGE_ACCOUNT_KEY": "key
         ("az://c/x", {"AZURE_STORAGE_ACCOUNT_NAME": "name"}, None),
     ],
 )
-def test_an_environment_with_credentials_is_an_identity(url: str, environ: dict[str, str], told: set[str] | None) -> None:
+def test_an_identity_has_only_the_variables_of_its_store(url: str, environ: dict[str, str], names: set[str] | None) -> None:
     found = identity_of(parse_url(url), None, environ)
-    assert (None if found is None else set(found.environment)) == told
+    assert (None if found is None else set(found.environment)) == names
 
 
 def test_credentials_override_the_environment_and_survive_encoding() -> None:
@@ -47,7 +47,7 @@ def test_credentials_override_the_environment_and_survive_encoding() -> None:
     assert (found.credentials, set(found.environment)) == (credentials, {*WHERE})
 
 
-def test_only_secrets_are_masked() -> None:
+def test_only_the_key_of_an_account_is_a_secret() -> None:
     found = identity_of(parse_url("azure://name/c/x"), None, AZURE | WHERE)
     assert found is not None
     assert [one.reveal() for one in found.secrets] == ["key"]

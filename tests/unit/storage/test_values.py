@@ -1,4 +1,4 @@
-"""What URLs mean, decided from values: which objects, which driver, and what drivers' errors say."""
+"""The objects that a URL selects, its driver and credentials, and the errors of drivers."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_a_regex_is_matched_from_the_start_of_the_relative_path() -> None:
         ("d/" + "ü" * 128, "longer than 255 bytes"),
     ],
 )
-def test_hostile_keys_are_no_files(key: str, why: str) -> None:
+def test_hostile_keys_are_refused(key: str, why: str) -> None:
     url = parse_url("s3://b/d")
     with pytest.raises(StorageError, match=why):
         check_names(url, select(url, entries("d/good", key)))
 
 
-def test_a_file_cannot_be_a_directory_too() -> None:
+def test_a_key_cannot_be_both_a_file_and_a_directory() -> None:
     url = parse_url("s3://b/d")
     with pytest.raises(StorageError, match="a file and a directory"):
         check_names(url, select(url, entries("d/a", "d/a/b/c")))
@@ -96,14 +96,14 @@ def test_credentials_of_s3_become_options_of_its_driver() -> None:
     assert driver.options["config_kwargs"]["s3"] == {"addressing_style": "path"}
 
 
-def test_without_credentials_the_driver_looks_for_itself() -> None:
+def test_without_credentials_the_driver_finds_its_own() -> None:
     assert ambient_credentials("s3://b") is None
     assert set(driver_of(parse_url("s3://b/x"), None).options) == {"config_kwargs"}
     assert driver_of(parse_url("gs://b/x"), None).options == {}
     assert driver_of(parse_url("azure://account/c/x"), None).options == {"account_name": "account"}
 
 
-def test_keys_of_google_speak_s3() -> None:
+def test_keys_for_google_storage_use_the_s3_driver() -> None:
     keys = Credentials(access_key_id="id", access_key=Secret("k"))
     driver = driver_of(parse_url("gs://b/x"), keys)
     assert driver.speaks_s3
@@ -120,16 +120,16 @@ def test_azure_takes_a_key_or_a_connection_string() -> None:
     assert whole.options == {"account_name": "a", "connection_string": text}
 
 
-def test_credentials_cannot_be_seen() -> None:
+def test_the_repr_of_credentials_hides_the_secret() -> None:
     assert "very-secret" not in repr(KEYS)
 
 
 class ClientAuthenticationError(Exception):
-    """As Azure's driver has it."""
+    """Has the name of an error of Azure's driver."""
 
 
-class Answer(Exception):
-    """As Google's driver has it."""
+class HttpError(Exception):
+    """Has a status code, like an error of Google's driver."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"{code} at https://host/o?sig=0123abc")
@@ -141,18 +141,18 @@ class Answer(Exception):
     [
         (PermissionError("no"), StorageRefused),
         (ClientAuthenticationError("no"), StorageRefused),
-        (Answer(403), StorageRefused),
+        (HttpError(403), StorageRefused),
         (FileNotFoundError("no"), StorageMissing),
-        (Answer(404), StorageMissing),
+        (HttpError(404), StorageMissing),
         (OSError(errno.EINVAL, "no"), StorageError),
         (ValueError("no"), StorageError),
         (ssl.SSLCertVerificationError("no"), StorageError),
         (ConnectionResetError("no"), StorageUnreachable),
         (TimeoutError(), StorageUnreachable),
-        (Answer(503), StorageUnreachable),
+        (HttpError(503), StorageUnreachable),
     ],
 )
-def test_errors_of_drivers_are_known(error: Exception, kind: type[StorageError]) -> None:
+def test_errors_of_drivers_are_converted(error: Exception, kind: type[StorageError]) -> None:
     with pytest.raises(StorageError) as caught, driver_errors("s3://b/x"):
         raise error
     assert type(caught.value) is kind
@@ -161,22 +161,22 @@ def test_errors_of_drivers_are_known(error: Exception, kind: type[StorageError])
     assert ("does not accept" in caught.value.message) is (getattr(error, "errno", None) == errno.EINVAL)
 
 
-def test_secrets_are_masked_in_what_drivers_say() -> None:
+def test_secrets_are_masked_in_errors_of_drivers() -> None:
     with pytest.raises(StorageError) as caught, driver_errors("s3://b/x", [Secret("very-secret")]):
         raise ConnectionError("signed with very-secret")
     assert "very-secret" not in str(caught.value)
-    # Nor is the driver's error told of by a traceback.
+    # A traceback does not show the driver's error either.
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
 
 
-def test_errors_that_are_not_the_drivers_pass_unchanged() -> None:
+def test_errors_of_distflow_pass_unchanged() -> None:
     for error in (TransferCanceled(), InputError("x")):
         with pytest.raises(type(error)), driver_errors("s3://b/x"):
             raise error
 
 
-def test_a_full_disk_says_what_to_do() -> None:
+def test_the_error_for_a_full_disk_says_what_to_do() -> None:
     with pytest.raises(StorageError, match=r"(?s)/x/y: No space left.*free space there"), local_errors("/x/y"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_inspected_is_an_error_of_the_store(tmp_path: Pa
     FolderStore().check_writable(f"{tmp_path}/new/deep".lstrip("/"))
 
 
-def test_links_to_nothing_or_to_themselves_are_not_listed(tmp_path: Path) -> None:
+def test_broken_and_circular_links_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name, target in (("broken", "gone"), ("inside", "file/gone"), ("loop", "loop")):
         (tmp_path / name).symlink_to(target)

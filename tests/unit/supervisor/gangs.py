@@ -135,10 +135,10 @@ class Driver:
     ) -> None:
         self.pool = on or pool()
         self.clock = FakeClock()
-        self.seen: deque[Observation | TransferMoved | TransferEnded] = deque()
-        """Observations on their way to the supervisor."""
-        self.count = 0
-        """The number of observations that the supervisor got."""
+        self.observations: deque[Observation | TransferMoved | TransferEnded] = deque()
+        """Observations that the supervisor does not have yet."""
+        self.observation_count = 0
+        """The number of observations that were delivered to the supervisor."""
         self.log: list[str] = []
         folder = tempfile.mkdtemp(prefix="distflow-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -146,7 +146,9 @@ class Driver:
         for made in (self.directory.blobs, self.directory.secrets, self.directory.logs):
             made.mkdir()
         self.mirror = Mirror(self.directory.logs, self.clock.now)
-        self.backend = FakeBackend(self.pool, now=self.clock.now, sink=self.seen.append, behavior=behavior, clocks=clocks)
+        self.backend = FakeBackend(
+            self.pool, now=self.clock.now, sink=self.observations.append, behavior=behavior, clocks=clocks
+        )
         self.transfers = FakeTransfers()
         self.reader = Store(self.directory.store)
         weakref.finalize(self, self.reader.close)
@@ -167,11 +169,11 @@ class Driver:
         return Store(self.directory.store)
 
     def open_backend(self, _pool: Pool, _sink: Sink) -> Backend:
-        """Return the nodes, which are the same for each supervisor."""
+        """Return the fake backend. A restarted supervisor gets the same one."""
         return self.backend
 
     def open_transfers(self, _sink: object) -> FakeTransfers:
-        """Return the fake transfers, which are the same for each supervisor."""
+        """Return the fake transfers. A restarted supervisor gets the same ones."""
         return self.transfers
 
     # Actions of a test.
@@ -189,7 +191,7 @@ class Driver:
         """Kill the supervisor, lose its pending observations, and start another one on the same store and nodes."""
         self._closing()
         self.backend.close()
-        self.seen.clear()
+        self.observations.clear()
         self._open()
 
     def add(self, one: StoredWorkflow) -> None:
@@ -210,7 +212,7 @@ class Driver:
         self.restart()
 
     def output(self, task: str, lines: tuple[str, ...], *, group: str = "train", uuid: str = "u1", attempt: int = 0) -> None:
-        """Mirror these lines as the whole output of a task."""
+        """Mirror these lines as the complete output of a task."""
         text = "".join(f"{line}\n" for line in lines)
         self.mirror.write(attempt_name(uuid, group, task, attempt), "output.log", 0, text.encode())
 
@@ -227,14 +229,14 @@ class Driver:
         """Step until nothing more follows. Return when the next decision is due."""
         for _ in range(rounds):
             wake_at = self.step()
-            if not self.seen and self.supervisor._inbox.empty():
+            if not self.observations and self.supervisor._inbox.empty():
                 return wake_at
-        raise AssertionError("the supervisor never settles")
+        raise AssertionError("the supervisor does not settle")
 
     def observe(self) -> None:
         """Let the supervisor apply all observations without a decision."""
         self.supervisor.observe(0.0)
-        while self.seen:
+        while self.observations:
             self._deliver()
             self.supervisor.observe(0.0)
 
@@ -250,15 +252,17 @@ class Driver:
         wake_at = self.settle()
         while not all(one.record.state.is_final for one in self.workflows.values()):
             following = min(self.backend.next_end, wake_at if wake_at is not None else float("inf"))
-            assert following <= deadline, f"nothing will ever happen: {[one.record for one in self.workflows.values()]}"
+            assert following <= deadline, (
+                f"no event follows before the limit: {[one.record for one in self.workflows.values()]}"
+            )
             self.clock.advance(max(0.0, following - self.clock.now()) + 0.001)
             self.backend.tick()
             wake_at = self.settle()
 
     def _deliver(self) -> None:
-        self.count += len(self.seen)
-        while self.seen:
-            self.supervisor.report(self.seen.popleft())
+        self.observation_count += len(self.observations)
+        while self.observations:
+            self.supervisor.report(self.observations.popleft())
 
     # Contents of the store.
 
@@ -274,8 +278,8 @@ class Driver:
     @property
     def events(self) -> list[EventRecord]:
         """The events of all workflows, in order."""
-        said = (event for uuid in self._plans for event in self.reader.events(uuid))
-        events = [event for event in said if not isinstance(event.details, CancelRequested)]
+        stored = (event for uuid in self._plans for event in self.reader.events(uuid))
+        events = [event for event in stored if not isinstance(event.details, CancelRequested)]
         return sorted(events, key=lambda event: event.sequence)
 
     def record(self, uuid: str = "u1") -> WorkflowRecord:
@@ -287,7 +291,7 @@ class Driver:
         return self.record(uuid).groups[0]
 
     def cause(self) -> Cause:
-        """The first cause of the first group's failure."""
+        """The cause of the first group's failure."""
         cause = self.group().cause
         assert cause is not None
         return cause

@@ -1,4 +1,4 @@
-"""The policy of gangs, by example."""
+"""Decisions about gangs: starts, failures, cancellations, timeouts, lost nodes, leases, and the order of the queue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_gang_completes_when_all_its_tasks_do() -> None:
     assert driver.backend.alive == []
 
 
-def test_nothing_starts_before_everything_is_prepared() -> None:
+def test_no_task_starts_if_one_cannot_be_prepared() -> None:
     def refuse_second(key: AttemptKey) -> Behavior:
         return Behavior(prepare_error="no space left on device") if key.task == "t1" else HANG
 
@@ -54,13 +54,13 @@ def test_one_failure_stops_the_world_and_is_the_cause(culprit: str) -> None:
     assert driver.backend.alive == []
 
 
-def test_a_gang_whose_tasks_blame_each_other_does_not_complete() -> None:
+def test_a_gang_fails_if_each_of_its_tasks_reports_a_failed_peer() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
     for task, node_name in (("t0", "n1"), ("t1", "n2")):
         key = AttemptKey(workflow="u1", group="train", task=task, attempt=0, node=node_name)
         end = {"reason": "peer_failed", "exit_code": 143, "message": f"stopped because {task} failed"}
-        driver.seen += [Ended(at=driver.clock.now(), key=key, end=end), LogComplete(at=driver.clock.now(), key=key)]
+        driver.observations += [Ended(at=driver.clock.now(), key=key, end=end), LogComplete(at=driver.clock.now(), key=key)]
     driver.settle()
     assert (driver.group().state, driver.cause().message) == (State.FAILED, "stopped because t0 failed")
 
@@ -115,7 +115,7 @@ def test_a_helper_that_fails_before_the_lead_has_started_is_ignored_too() -> Non
         return Behavior(seconds=0, exit_code=9) if key.task == "t1" else Behavior(seconds=5)
 
     driver = Driver(workflow(group_plan(world=False, barrier=False)), behavior=behave)
-    _prepared_without_n1(driver)
+    _prepare_and_cut_n1(driver)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().task("t1").state) == (State.INITIALIZING, State.FAILED)
     driver.backend.heal("n1")
@@ -134,7 +134,7 @@ def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
     assert driver.cause().task == "t1"
 
 
-def test_started_helper_that_does_not_count_is_not_the_cause_if_another_cannot_start() -> None:
+def test_failed_helper_that_is_ignored_is_not_the_cause_if_another_helper_cannot_start() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return {"t1": Behavior(seconds=0, exit_code=3), "t2": Behavior(prepare_error="no such image")}.get(key.task, HANG)
 
@@ -178,7 +178,7 @@ def test_lead_that_completes_ends_helpers() -> None:
     assert driver.backend.alive == []
 
 
-def test_completed_lead_ends_its_servers_whose_failures_count() -> None:
+def test_ends_with_lead_ends_the_other_tasks_but_their_failures_count() -> None:
     plan = replace(group_plan(), ends_with_lead=True)
     driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.run()
@@ -292,14 +292,14 @@ def test_the_start_barrier_names_the_straggler() -> None:
     assert driver.backend.starts == []
 
 
-def test_the_start_barrier_waits_while_files_move() -> None:
+def test_the_start_barrier_waits_while_files_are_copied() -> None:
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0), behavior=lambda _: HANG)
     driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
     driver.settle()
     slow = AttemptKey(workflow="u1", group="train", task="t1", attempt=0, node="n2")
     for second in (15, 30):
         driver.clock.advance(15)
-        driver.seen.append(Staging(at=driver.clock.now(), key=slow, sent=second, total=100, bytes_per_s=1.0))
+        driver.observations.append(Staging(at=driver.clock.now(), key=slow, sent=second, total=100, bytes_per_s=1.0))
         driver.settle()
         assert driver.group().state is State.INITIALIZING
     driver.advance(19)
@@ -308,7 +308,7 @@ def test_the_start_barrier_waits_while_files_move() -> None:
     assert driver.group().stop_reason is Reason.START_TIMEOUT
 
 
-def test_unreachable_node_is_lost_only_after_the_time_of_the_pool() -> None:
+def test_unreachable_node_is_lost_only_after_node_lost_after() -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
@@ -379,7 +379,7 @@ def test_node_that_never_returns_is_given_up_after_the_retention() -> None:
     assert driver.events[-1].text == "t1: the abandoned attempt on n2 was not stopped: the node stayed unreachable"
 
 
-def test_orphan_that_its_node_was_stopping_is_given_up_without_a_report() -> None:
+def test_orphan_that_its_node_was_stopping_is_given_up_without_an_event() -> None:
     driver = with_lost_node(retention_s=86400.0)
     snapshot = driver.supervisor.snapshot()
     (loaded,) = snapshot.workflows
@@ -396,9 +396,9 @@ def test_group_waits_a_limited_time_for_output_on_a_lost_node() -> None:
     driver.clock.advance(5.0)
     driver.backend.tick()
     # The node reports the end of its task, and is lost before it has sent the rest of the output.
-    told = [seen for seen in driver.seen if not (isinstance(seen, LogComplete) and seen.key.node == "n2")]
-    driver.seen.clear()
-    driver.seen.extend(told)
+    delivered = [one for one in driver.observations if not (isinstance(one, LogComplete) and one.key.node == "n2")]
+    driver.observations.clear()
+    driver.observations.extend(delivered)
     driver.backend.cut("n2")
     driver.settle()
     driver.advance(86000.0)
@@ -420,7 +420,7 @@ def test_short_network_failure_changes_nothing() -> None:
     assert len(driver.backend.starts) == 2
 
 
-def test_end_without_a_running_supervisor_is_read_from_the_node() -> None:
+def test_end_of_a_task_while_no_supervisor_runs_is_read_from_the_node() -> None:
     driver = Driver(workflow(), behavior=lambda key: Behavior(seconds=5, exit_code=0 if key.task == "t0" else 7))
     driver.settle()
     driver.clock.advance(60)
@@ -430,27 +430,27 @@ def test_end_without_a_running_supervisor_is_read_from_the_node() -> None:
     assert driver.cause().exit_code == 7
 
 
-def test_group_that_ended_without_a_supervisor_still_waits_for_its_output() -> None:
+def test_group_that_ended_while_no_supervisor_ran_still_waits_for_its_output() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=5))
     driver.settle()
     driver.clock.advance(60)
     driver.backend.tick()
     driver.restart()
-    output = [seen for seen in driver.seen if isinstance(seen, LogComplete)]
-    others = [seen for seen in driver.seen if not isinstance(seen, LogComplete)]
+    output = [one for one in driver.observations if isinstance(one, LogComplete)]
+    others = [one for one in driver.observations if not isinstance(one, LogComplete)]
     assert len(output) == 2
-    driver.seen.clear()
-    driver.seen.extend(others)
+    driver.observations.clear()
+    driver.observations.extend(others)
     driver.settle()
     assert not driver.record().state.is_final
-    driver.seen.extend(output)
+    driver.observations.extend(output)
     driver.settle()
     assert driver.record().state is WorkflowState.COMPLETED
 
 
 def test_lease_that_expired_before_the_start_is_requested_again() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
-    originals = driver.backend.prepare
+    original = driver.backend.prepare
     lost: list[AttemptKey] = []
 
     def lose_once(key: AttemptKey, *rest: object) -> None:
@@ -458,7 +458,7 @@ def test_lease_that_expired_before_the_start_is_requested_again() -> None:
             lost.append(key)
             for node in ("n1", "n2"):
                 driver.backend.forget(node)
-        originals(key, *rest)  # type: ignore[arg-type]
+        original(key, *rest)  # type: ignore[arg-type]
 
     driver.backend.prepare = lose_once  # type: ignore[method-assign,assignment]
     driver.run()
@@ -467,7 +467,7 @@ def test_lease_that_expired_before_the_start_is_requested_again() -> None:
     assert len(driver.backend.starts) == 2
 
 
-def test_time_with_nodes_does_not_count_as_waiting_for_nodes() -> None:
+def test_time_with_a_lease_does_not_count_towards_the_queue_timeout() -> None:
     cuts = ["n2"]
 
     def cut_once(key: AttemptKey) -> Behavior:
@@ -488,7 +488,7 @@ def test_time_with_nodes_does_not_count_as_waiting_for_nodes() -> None:
     assert driver.group().state is State.RUNNING
 
 
-def test_rest_of_a_lost_lease_is_released_before_the_next_request() -> None:
+def test_remaining_part_of_a_lost_lease_is_released_before_the_next_request() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
     original = driver.backend.prepare
     lost: list[str] = []
@@ -510,7 +510,7 @@ def test_rest_of_a_lost_lease_is_released_before_the_next_request() -> None:
     assert len(driver.backend.starts) == 2
 
 
-def test_force_skips_the_grace_period() -> None:
+def test_forced_cancel_skips_the_grace_period() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=float("inf"), obeys_term=False))
     driver.settle()
     driver.cancel(force=True)
@@ -519,7 +519,7 @@ def test_force_skips_the_grace_period() -> None:
     assert driver.record().state is WorkflowState.CANCELED
 
 
-def test_force_ends_a_grace_period_that_has_begun() -> None:
+def test_forced_cancel_ends_a_grace_period_that_has_begun() -> None:
     driver = Driver(
         workflow(), behavior=lambda _: Behavior(seconds=float("inf"), obeys_term=False), on=pool(stop_grace_s=600.0)
     )
@@ -555,7 +555,8 @@ def test_command_in_flight_is_not_repeated() -> None:
     assert driver.supervisor.decide().commands == []
 
 
-def _prepared_without_n1(driver: Driver) -> None:
+def _prepare_and_cut_n1(driver: Driver) -> None:
+    """Let all tasks be prepared, and cut the connection to the lead's node before the start."""
     original = driver.backend.prepare
 
     def cut_the_first(*args: object) -> None:
@@ -570,7 +571,7 @@ def _prepared_without_n1(driver: Driver) -> None:
 
 def test_node_that_is_lost_before_the_start_prevents_the_start_of_the_others() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
-    _prepared_without_n1(driver)
+    _prepare_and_cut_n1(driver)
     assert driver.backend.starts == []
     driver.backend.heal("n1")
     driver.settle()
@@ -580,7 +581,7 @@ def test_node_that_is_lost_before_the_start_prevents_the_start_of_the_others() -
 
 def test_start_barrier_names_unreachable_nodes() -> None:
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behavior=lambda _: HANG)
-    _prepared_without_n1(driver)
+    _prepare_and_cut_n1(driver)
     driver.advance(21)
     assert driver.group().message == "not ready within 20 s: t0 on n1, which is unreachable"
 
@@ -601,17 +602,17 @@ def test_silent_gang_is_reported_and_continues() -> None:
     driver.advance(49.0)
     assert driver.group().message == ""
     driver.advance(1.0)
-    said = "may hang: no task has printed anything or sent a heartbeat for 30 s (hang_timeout)"
-    said += "; to show the stacks of its processes: distflow workflow stacks w-1"
-    assert (driver.group().state, driver.group().message) == (State.RUNNING, said)
+    message = "may hang: no task has printed anything or sent a heartbeat for 30 s (hang_timeout)"
+    message += "; to show the stacks of its processes: distflow workflow stacks w-1"
+    assert (driver.group().state, driver.group().message) == (State.RUNNING, message)
     driver.advance(100.0)
-    assert [event.text for event in driver.events].count(f"train: {said}") == 1
-    spoke = driver.clock.now()
+    assert [event.text for event in driver.events].count(f"train: {message}") == 1
+    last_beat_at = driver.clock.now()
     driver.beat("t0")
     wake_at = driver.settle()
     assert wake_at is not None
     driver.clock.advance(wake_at - driver.clock.now())
-    assert driver.settle() == spoke + 30
+    assert driver.settle() == last_beat_at + 30
     assert driver.group().message == ""
     assert driver.events[-1].text == "train: makes progress again"
     assert [event.code for event in driver.events if "hang" in (event.code or "")] == ["hang", "hang_over"]
@@ -636,7 +637,7 @@ def test_only_changed_workflows_are_decided_again() -> None:
     assert not any(driver.supervisor.snapshot().last_decision.views[uuid] is after[uuid] for uuid in ("u0", "u2"))
 
 
-def test_clock_that_is_set_back_makes_all_workflows_be_decided_again() -> None:
+def test_all_workflows_are_decided_again_after_the_clock_is_set_back() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
     before = driver.supervisor.snapshot().last_decision.views["u1"]
@@ -645,8 +646,8 @@ def test_clock_that_is_set_back_makes_all_workflows_be_decided_again() -> None:
     assert driver.supervisor.snapshot().last_decision.views["u1"] is not before
 
 
-def _held_by_others(driver: Driver, *nodes: str) -> None:
-    """Let users of another supervisor hold these nodes."""
+def _lease_for_another_supervisor(driver: Driver, *nodes: str) -> None:
+    """Lease these nodes for another supervisor."""
     driver.observe()
     for name in nodes:
         driver.backend.lease(
@@ -655,12 +656,12 @@ def _held_by_others(driver: Driver, *nodes: str) -> None:
                 start_timeout_s=60.0,
             )
         )  # fmt: skip
-    driver.seen.clear()
+    driver.observations.clear()
 
 
 def test_another_node_replaces_a_node_that_refuses() -> None:
     driver = Driver(workflow(group_plan(tasks=1)), behavior=lambda _: HANG)
-    _held_by_others(driver, "n1")
+    _lease_for_another_supervisor(driver, "n1")
     driver.settle()
     assert (driver.group().state, driver.group().tasks[0].node) == (State.RUNNING, "n2")
     assert driver.group().refusals == ()
@@ -668,23 +669,23 @@ def test_another_node_replaces_a_node_that_refuses() -> None:
 
 def test_refusing_nodes_are_retried_after_a_while_and_the_first_free_one_is_used() -> None:
     driver = Driver(workflow(group_plan(tasks=1)), behavior=lambda _: HANG)
-    _held_by_others(driver, "n1", "n2")
+    _lease_for_another_supervisor(driver, "n1", "n2")
     wake_at = driver.settle()
     assert wake_at == driver.clock.now() + 1.0
     assert driver.group().message == "Waiting for nodes: n1: busy; n2: busy"
     driver.advance(1.0)
-    # After the second refusal, the nodes are asked again later, and the known message is not repeated.
+    # After the second refusal, distflow waits longer for the next request, and the known message is not repeated.
     assert [one.until - driver.clock.now() for one in driver.group().refusals] == [2.0, 2.0]
     assert len([event for event in driver.events if "n1: busy" in event.text]) == 2
     driver.backend.release(AttemptKey(workflow="theirs", group="n2", task="t", attempt=0, node="n2"))
-    driver.seen.clear()
+    driver.observations.clear()
     driver.advance(2.0)
     assert (driver.group().state, driver.group().tasks[0].node) == (State.RUNNING, "n2")
 
 
 def test_gang_that_needs_a_refusing_node_waits_without_holding_others() -> None:
     driver = Driver(workflow(group_plan(tasks=2)), workflow(group_plan(tasks=1), uuid="u2"), behavior=lambda _: HANG)
-    _held_by_others(driver, "n2")
+    _lease_for_another_supervisor(driver, "n2")
     driver.settle()
     assert driver.group().state is State.SCHEDULING
     assert driver.backend.alive == ["theirs/n2/t/0"]
@@ -711,7 +712,7 @@ def test_node_gets_no_new_task_before_its_orphan_attempt_is_stopped() -> None:
     assert driver.backend.starts == ["u1/train/t0/0", "u1/train/t0/1"]
 
 
-def test_a_port_that_another_gang_has_is_named() -> None:
+def test_a_port_that_another_gang_uses_is_named() -> None:
     driver = Driver(workflow(group_plan(tasks=1, gpus=1, port=29500)), on=pool(node("n1")), behavior=lambda _: HANG)
     driver.add(workflow(group_plan(tasks=1, gpus=1, port=29500), uuid="u2"))
     driver.settle()

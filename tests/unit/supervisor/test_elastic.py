@@ -13,11 +13,11 @@ from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 HANG = Behavior(seconds=float("inf"))
-LOST = ExitActions(reschedule=((3001, 3001),))
+ON_LOST_NODE = ExitActions(reschedule=((3001, 3001),))
 
 
 def _plan(tasks: int, **settings: object) -> GroupPlan:
-    return group_plan(tasks=tasks, exit_actions=LOST, retry=Retry(limit=5, backoff_s=0.0), **settings)  # type: ignore[arg-type]
+    return group_plan(tasks=tasks, exit_actions=ON_LOST_NODE, retry=Retry(limit=5, backoff_s=0.0), **settings)  # type: ignore[arg-type]
 
 
 def _elastic(most: int, least: int, wait_s: float = 60.0) -> StoredWorkflow:
@@ -25,14 +25,13 @@ def _elastic(most: int, least: int, wait_s: float = 60.0) -> StoredWorkflow:
     return workflow(replace(_plan(most), smaller=smaller, smaller_after_s=wait_s))
 
 
-def _three() -> tuple[str, ...]:
-    return ("t0", "t1", "t2")
+ALL_TASKS = ("t0", "t1", "t2")
 
 
 def test_gang_starts_at_once_at_full_size_if_there_is_room() -> None:
     driver = Driver(_elastic(3, 1), on=pool(*(node(f"n{i}") for i in range(3))), behavior=lambda _: HANG)
     driver.settle()
-    assert tuple(task.name for task in driver.group().tasks) == _three()
+    assert tuple(task.name for task in driver.group().tasks) == ALL_TASKS
     assert (driver.group().state, driver.group().left_out) == (State.RUNNING, ())
 
 
@@ -66,7 +65,7 @@ def test_attempt_after_a_lost_node_is_smaller_and_the_one_after_it_has_full_size
     driver.advance(31.0)
     driver.advance(1.0)
     group = driver.group()
-    assert (group.attempt, group.state, tuple(task.name for task in group.tasks)) == (1, State.SCHEDULING, _three())
+    assert (group.attempt, group.state, tuple(task.name for task in group.tasks)) == (1, State.SCHEDULING, ALL_TASKS)
     driver.advance(10.0)
     group = driver.group()
     assert (group.state, group.left_out, [task.node for task in group.tasks]) == (State.RUNNING, ("t2",), ["n0", "n1"])
@@ -100,15 +99,15 @@ def test_lease_that_is_lost_before_the_start_is_requested_again_at_full_size() -
     driver.backend.heal("n1")
     driver.settle()
     group = driver.group()
-    assert (group.state, group.left_out, tuple(task.name for task in group.tasks)) == (State.SCHEDULING, (), _three())
+    assert (group.state, group.left_out, tuple(task.name for task in group.tasks)) == (State.SCHEDULING, (), ALL_TASKS)
     driver.advance(2.0)
     assert (driver.group().state, driver.group().left_out) == (State.RUNNING, ("t2",))
 
 
 def test_nodes_with_too_many_failures_are_avoided_even_if_the_gang_becomes_smaller() -> None:
     one = _elastic(2, 1, wait_s=5.0)
-    again = ExitActions(reschedule=((3003, 3003),))
-    plan = one.plan.groups[0].with_launches(lambda launch: replace(launch, exit_actions=again))
+    on_refusal = ExitActions(reschedule=((3003, 3003),))
+    plan = one.plan.groups[0].with_launches(lambda launch: replace(launch, exit_actions=on_refusal))
     plan = replace(plan, retry=replace(plan.retry, avoid_after=1))
     driver = Driver(
         replace(one, plan=replace(one.plan, groups=(plan,))), on=pool(node("n0"), node("n1")),

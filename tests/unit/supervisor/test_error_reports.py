@@ -63,19 +63,24 @@ def test_error_file_has_the_message_and_the_traceback() -> None:
 
 
 def test_rank_and_pid_of_the_error_file_take_precedence() -> None:
-    told = failure_report(_end(**RAISED, rank=12, pid=77), _report(1))
-    assert (told.rank, told.pid) == ("12", 77)
+    failure = failure_report(_end(**RAISED, rank=12, pid=77), _report(1))
+    assert (failure.rank, failure.pid) == ("12", 77)
 
 
 def test_torchruns_report_completes_an_error_file_without_rank_and_pid() -> None:
-    told = failure_report(_end(**RAISED), _report(1))
-    assert (told.detail, told.rank, told.pid, told.traceback) == ("ValueError: bad label", "9", 11472, STACK.rstrip())
+    failure = failure_report(_end(**RAISED), _report(1))
+    assert (failure.detail, failure.rank, failure.pid, failure.traceback) == (
+        "ValueError: bad label",
+        "9",
+        11472,
+        STACK.rstrip(),
+    )
 
 
 @pytest.mark.parametrize(("code", "detail"), [(-9, "rank 9 was killed by SIGKILL"), (3, "rank 9 exited with code 3")])
-def test_torchruns_report_is_sufficient(code: int, detail: str) -> None:
-    told = failure_report(_end(), _report(code))
-    assert (told.detail, told.rank, told.pid, told.is_symptom) == (detail, "9", 11472, False)
+def test_torchruns_report_is_sufficient_without_an_error_file(code: int, detail: str) -> None:
+    failure = failure_report(_end(), _report(code))
+    assert (failure.detail, failure.rank, failure.pid, failure.is_symptom) == (detail, "9", 11472, False)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_under_torchrun_the_output_of_the_first_failed_rank_counts(code: int, be
     assert failure_report(_end(), _report(code, before)).is_symptom is is_symptom
 
 
-def test_only_the_last_lines_of_an_output_explain_its_end() -> None:
+def test_only_the_last_lines_of_the_output_show_that_a_peer_was_lost() -> None:
     assert failure_report(_end(), ["Connection refused", *["step"] * 7]).is_symptom
     assert not failure_report(_end(), ["Connection refused", *["step"] * 8]).is_symptom
 
@@ -100,14 +105,14 @@ def test_only_the_last_lines_of_an_output_explain_its_end() -> None:
     "error", [{"message": 3}, {"message": {"message": None}}, {"message": {"extraInfo": 4}}, {"rank": "x"}, {}]
 )
 def test_error_file_of_another_format_is_ignored(error: dict[str, object]) -> None:
-    told = failure_report(End(ended_at=1.0, error=error), ())
-    assert (told.rank, told.pid, told.traceback) == ("", None, "")
+    failure = failure_report(End(ended_at=1.0, error=error), ())
+    assert (failure.rank, failure.pid, failure.traceback) == ("", None, "")
 
 
 def test_pid_that_is_not_an_integer_is_ignored() -> None:
     """The store could write a cause with such a pid, but could not read it."""
-    told = failure_report(_end(**RAISED, rank=True, pid=False), ())
-    assert (told.rank, told.pid) == ("", None)
+    failure = failure_report(_end(**RAISED, rank=True, pid=False), ())
+    assert (failure.rank, failure.pid) == ("", None)
 
 
 GOLDENS = Path(__file__).resolve().parents[2] / "goldens" / "torchrun"
@@ -136,22 +141,24 @@ def output(version: str, name: str) -> list[str]:
         ("two_nodes.1", "3", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
     ],
 )
-def test_rank_exception_and_traceback_are_found(version: str, name: str, rank: str, detail: str, frame: str) -> None:
-    told = failure_report(FAILED, output(version, name))
-    assert (told.rank, told.detail, told.is_symptom) == (rank, detail, False)
-    assert told.pid is not None
-    assert told.traceback.startswith(BEGIN)
-    assert frame in told.traceback
-    assert detail in told.traceback.splitlines()
-    assert "[rank" not in told.traceback
-    assert "ChildFailedError" not in told.traceback
+def test_rank_exception_and_traceback_are_found_in_the_output_of_torchrun(
+    version: str, name: str, rank: str, detail: str, frame: str
+) -> None:
+    failure = failure_report(FAILED, output(version, name))
+    assert (failure.rank, failure.detail, failure.is_symptom) == (rank, detail, False)
+    assert failure.pid is not None
+    assert failure.traceback.startswith(BEGIN)
+    assert frame in failure.traceback
+    assert detail in failure.traceback.splitlines()
+    assert "[rank" not in failure.traceback
+    assert "ChildFailedError" not in failure.traceback
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_chained_exceptions_are_in_the_traceback(version: str) -> None:
-    told = failure_report(FAILED, output(version, "chained.bare"))
-    assert "ValueError: invalid literal for int() with base 10: 'cat'" in told.traceback
-    assert told.traceback.count(BEGIN) == 2
+    failure = failure_report(FAILED, output(version, "chained.bare"))
+    assert "ValueError: invalid literal for int() with base 10: 'cat'" in failure.traceback
+    assert failure.traceback.count(BEGIN) == 2
 
 
 UNCOMPILED = ['  File "/data/train.py", line 2', '    print("start"', "         ^", "SyntaxError: '(' was never closed"]
@@ -161,16 +168,16 @@ UNCOMPILED = ['  File "/data/train.py", line 2', '    print("start"', "         
 @pytest.mark.parametrize("error", ["SyntaxError: '(' was never closed", "IndentationError: unexpected indent", "TabError: x"])
 def test_a_script_that_cannot_be_compiled_is_reported_with_its_line(error: str) -> None:
     lines = ["setting up", *UNCOMPILED[:3], error]
-    told = failure_report(FAILED, lines)
-    assert (told.detail, told.traceback) == (error, "\n".join(lines[1:]))
+    failure = failure_report(FAILED, lines)
+    assert (failure.detail, failure.traceback) == (error, "\n".join(lines[1:]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_under_torchrun_a_script_that_cannot_be_compiled_is_reported_with_its_rank(version: str) -> None:
     launcher = output(version, "exits.bare")
-    told = failure_report(FAILED, [*(PrintedLine.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
-    assert (told.rank, told.detail) == ("1", UNCOMPILED[-1])
-    assert told.traceback == "\n".join(UNCOMPILED)
+    failure = failure_report(FAILED, [*(PrintedLine.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
+    assert (failure.rank, failure.detail) == ("1", UNCOMPILED[-1])
+    assert failure.traceback == "\n".join(UNCOMPILED)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +195,9 @@ def test_other_lines_that_name_a_file_are_not_a_compile_error(lines: list[str]) 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_ranks_that_lost_a_peer_are_recognized_by_their_exception(version: str) -> None:
-    told = failure_report(FAILED, output(version, "two_nodes.0"))
-    assert (told.rank, told.is_symptom) == ("0", True)
-    assert "Connection closed by peer" in told.detail
+    failure = failure_report(FAILED, output(version, "two_nodes.0"))
+    assert (failure.rank, failure.is_symptom) == ("0", True)
+    assert "Connection closed by peer" in failure.detail
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -198,8 +205,8 @@ def test_ranks_that_lost_a_peer_are_recognized_by_their_exception(version: str) 
     ("name", "detail"), [("exits.bare", "rank 1 exited with code 3"), ("killed.bare", "rank 1 was killed by SIGKILL")]
 )
 def test_rank_without_an_exception_is_reported_with_its_exit_code(version: str, name: str, detail: str) -> None:
-    told = failure_report(FAILED, output(version, name))
-    assert (told.rank, told.detail, told.traceback) == ("1", detail, "")
+    failure = failure_report(FAILED, output(version, name))
+    assert (failure.rank, failure.detail, failure.traceback) == ("1", detail, "")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -225,14 +232,14 @@ def test_rank_that_only_lost_a_peer_is_not_the_first_of_ranks_that_fail_together
     swapped = report.replace("(local_rank: x)", "(local_rank: 0)").replace("rank      : 0", "rank      : x")
     swapped = swapped.replace("rank      : 1", "rank      : 0").replace("rank      : x", "rank      : 1")
     assert [one.rank for one in read_report(swapped.splitlines())] == [0, 1]
-    told = failure_report(FAILED, swapped.splitlines())
-    assert (told.rank, told.detail, told.is_symptom) == ("1", "RuntimeError: bad batch 17", False)
+    failure = failure_report(FAILED, swapped.splitlines())
+    assert (failure.rank, failure.detail, failure.is_symptom) == ("1", "RuntimeError: bad batch 17", False)
 
 
 def test_exception_of_a_script_without_a_launcher_is_found() -> None:
     lines = ["step 1", BEGIN, '  File "train.py", line 3, in <module>', "    main()", "KeyError: 'label'", "wandb: bye"]
-    told = failure_report(FAILED, lines)
-    assert (told.detail, told.rank, told.traceback) == ("KeyError: 'label'", "", "\n".join(lines[1:5]))
+    failure = failure_report(FAILED, lines)
+    assert (failure.detail, failure.rank, failure.traceback) == ("KeyError: 'label'", "", "\n".join(lines[1:5]))
 
 
 @pytest.mark.parametrize(
@@ -267,8 +274,8 @@ def test_original_exception_of_child_processes_and_workers_is_reported() -> None
         BEGIN, '  File "main.py", line 9', "KeyError: Caught KeyError in DataLoader worker process 0.",
         "Original Traceback (most recent call last):", '  File "data.py", line 4', "KeyError: 'cat'", "",
     ]  # fmt: skip
-    told = failure_report(FAILED, worker)
-    assert (told.detail, told.traceback) == ("KeyError: 'cat'", "\n".join(worker[:-1]))
+    failure = failure_report(FAILED, worker)
+    assert (failure.detail, failure.traceback) == ("KeyError: 'cat'", "\n".join(worker[:-1]))
     group = [
         "  + Exception Group " + BEGIN, '  |   File "main.py", line 9', "  | ExceptionGroup: two of them (2 sub-exceptions)",
         "  +-+---------------- 1 ----------------", "    | ValueError: bad label", "    +------------------------------------",
@@ -305,13 +312,13 @@ def test_ranks_with_separate_output_need_no_labels(version: str) -> None:
     mixed = [line for pair in zip(one, two, strict=True) for line in pair]
     report = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output(version, "killed.bare")]
     report = [line.replace("exitcode  : -9", "exitcode  : 1") for line in report]
-    told = failure_report(FAILED, [*mixed, *report])
+    failure = failure_report(FAILED, [*mixed, *report])
     if version == "2.13":  # 2.6 reports the first rank only
-        assert (told.rank, told.detail, told.is_symptom) == ("0", "KeyError: 'label'", False)
-        assert told.traceback == f"{BEGIN}\n  File \"a.py\", line 7\nKeyError: 'label'"
+        assert (failure.rank, failure.detail, failure.is_symptom) == ("0", "KeyError: 'label'", False)
+        assert failure.traceback == f"{BEGIN}\n  File \"a.py\", line 7\nKeyError: 'label'"
     else:
-        assert (told.rank, told.is_symptom) == ("1", True)
-    assert not told.has_joined
+        assert (failure.rank, failure.is_symptom) == ("1", True)
+    assert not failure.has_joined
     assert failure_report(FAILED, mixed).rank == "0"
 
 
@@ -320,9 +327,9 @@ def test_colors_and_control_characters_are_ignored() -> None:
         BEGIN, '  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m3\x1b[0m, in \x1b[35m<module>\x1b[0m',
         "\x1b[1;35mKeyError\x1b[0m: \x1b[35m'la\x07bel'\x1b[0m",
     ]  # fmt: skip
-    told = failure_report(FAILED, colored)
-    assert told.detail == "KeyError: 'la bel'"
-    assert '  File "a.py", line 3, in <module>' in told.traceback
+    failure = failure_report(FAILED, colored)
+    assert failure.detail == "KeyError: 'la bel'"
+    assert '  File "a.py", line 3, in <module>' in failure.traceback
     assert failure_report(
         End(ended_at=1.0, error={"message": {"message": "ValueError: \x1b]0;title\x07bad"}}), ()
     ).detail.isprintable()

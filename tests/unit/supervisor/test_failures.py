@@ -19,12 +19,11 @@ from unit.supervisor.gangs import Driver, group_plan, workflow
 
 STOPPED = EndReason.STOPPED
 RUNNING = GroupRecord(name="g", tasks=(), state=State.RUNNING)
-
-
 TIME_LIMIT = End(ended_at=1, reason=EndReason.ALLOCATION_OVER, allocation=Reason.EXEC_TIMEOUT)
 
 
 def _stopping(reason: Reason | None, failed: Reason = Reason.PEER_FAILED) -> GroupRecord:
+    """A group that is being stopped for a reason, with another task that failed for the reason ``failed``."""
     other = TaskRecord(name="other", state=State.FAILED, reason=failed)
     return GroupRecord(name="g", tasks=(other,), state=State.STOPPING, stop_reason=reason)
 
@@ -93,7 +92,7 @@ def test_a_task_that_was_already_failing_when_it_was_stopped_failed_by_itself(
     assert task.reason is reason
 
 
-def test_death_of_both_guards_is_explained_by_the_usual_cause() -> None:
+def test_message_names_the_usual_cause_if_runner_and_keeper_died() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason=EndReason.BOTH_DIED))
     assert "KillUserProcesses=no" in task.message
 
@@ -103,7 +102,7 @@ def test_lost_output_is_in_the_message() -> None:
     assert "12 B of output lost" in task.message
 
 
-def test_unknown_fields_of_a_node_are_ignored() -> None:
+def test_unknown_fields_in_the_end_from_a_node_are_ignored() -> None:
     assert end_from({"exit_code": 4, "mood": "bad"}, 7.0) == End(ended_at=7.0, exit_code=4)
 
 
@@ -113,7 +112,7 @@ KERNEL = (
 )
 
 
-def test_kernel_messages_are_in_the_verdict() -> None:
+def test_kernel_messages_are_in_the_message_and_the_cause() -> None:
     end = end_from({"ended_at": 1.0, "signal": 9, "kernel": {"oom_pid": 17412, "lines": list(KERNEL)}}, 1.0)
     task = conclude(TaskRecord(name="t", state=State.RUNNING, pid=5), RUNNING, end)
     assert task.message == "out of memory: the kernel killed process 17412 (python3), which held 59 MiB"
@@ -130,15 +129,15 @@ def test_gpu_errors_of_the_kernel_do_not_change_the_reason() -> None:
     assert (cause.reason, cause.pid, cause.kernel) == (Reason.EXIT_CODE, 5, (xid,))
 
 
-BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.01)
+CLOCK_BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.01)
 
 
 def test_times_of_a_node_are_converted_to_the_supervisors_clock() -> None:
-    end = end_from({"started_at": 60.0, "stopped_at": 69.0, "ended_at": 70.0}, 101.0, BEHIND)
-    assert (end.started_at, end.stopped_at, end.ended_at, end.clock) == (90.0, 99.0, 100.0, BEHIND)
+    end = end_from({"started_at": 60.0, "stopped_at": 69.0, "ended_at": 70.0}, 101.0, CLOCK_BEHIND)
+    assert (end.started_at, end.stopped_at, end.ended_at, end.clock) == (90.0, 99.0, 100.0, CLOCK_BEHIND)
 
 
-@pytest.mark.parametrize("clock", [None, BEHIND])
+@pytest.mark.parametrize("clock", [None, CLOCK_BEHIND])
 def test_end_is_never_later_than_its_observation(clock: Clock | None) -> None:
     assert end_from({"ended_at": 5000.0}, 101.0, clock).ended_at == 101.0
 
@@ -172,7 +171,7 @@ def test_the_last_lines_are_those_of_the_failed_rank() -> None:
     assert cause.lines == ("epoch 1", *raised)
 
 
-def _at(name: str, at: float, uncertainty_s: float | None, node: str = "") -> TaskRecord:
+def _failed_at(name: str, at: float, uncertainty_s: float | None, node: str = "") -> TaskRecord:
     clock = None if uncertainty_s is None else Clock(offset_s=0.0, uncertainty_s=uncertainty_s)
     task = _failed(name, at)
     assert task.end is not None
@@ -183,17 +182,17 @@ def _at(name: str, at: float, uncertainty_s: float | None, node: str = "") -> Ta
     ("tasks", "cause", "rivals"),
     [
         # The difference is larger than the uncertainty of both clocks.
-        ([_at("a", 2.0, 0.4), _at("b", 1.0, 0.4)], "b", ()),
+        ([_failed_at("a", 2.0, 0.4), _failed_at("b", 1.0, 0.4)], "b", ()),
         # The difference is smaller, so the spec's order decides.
-        ([_at("a", 2.0, 0.6), _at("b", 1.0, 0.6)], "a", ("b",)),
-        ([_at("a", 1.0, 0.6), _at("b", 2.0, 0.6)], "a", ("b",)),
+        ([_failed_at("a", 2.0, 0.6), _failed_at("b", 1.0, 0.6)], "a", ("b",)),
+        ([_failed_at("a", 1.0, 0.6), _failed_at("b", 2.0, 0.6)], "a", ("b",)),
         # Of three tasks, only one certainly failed later.
-        ([_at("a", 9.0, 0.1), _at("b", 1.1, 0.1), _at("c", 1.0, 0.1)], "b", ("c",)),
+        ([_failed_at("a", 9.0, 0.1), _failed_at("b", 1.1, 0.1), _failed_at("c", 1.0, 0.1)], "b", ("c",)),
         # Tasks on one node have the same clock, so its uncertainty does not matter.
-        ([_at("a", 1.1, 9.0, "n"), _at("b", 1.0, 9.0, "n")], "b", ()),
+        ([_failed_at("a", 1.1, 9.0, "n"), _failed_at("b", 1.0, 9.0, "n")], "b", ()),
         # In a record of an older distflow, the clocks are unknown, so only the times count.
-        ([_at("a", 1.1, None), _at("b", 1.0, None)], "b", ()),
-        ([_at("a", 1.0, None), _at("b", 1.0, None)], "a", ("b",)),
+        ([_failed_at("a", 1.1, None), _failed_at("b", 1.0, None)], "b", ()),
+        ([_failed_at("a", 1.0, None), _failed_at("b", 1.0, None)], "a", ("b",)),
     ],
 )
 def test_order_of_the_spec_decides_within_the_uncertainty_of_clocks(
@@ -205,7 +204,7 @@ def test_order_of_the_spec_decides_within_the_uncertainty_of_clocks(
 
 
 def test_task_that_lost_its_peer_is_not_a_rival() -> None:
-    found = first_cause([_at("a", 1.0, 0.5), _at("b", 1.1, 0.5)], {"a": ("Broken pipe",)})
+    found = first_cause([_failed_at("a", 1.0, 0.5), _failed_at("b", 1.1, 0.5)], {"a": ("Broken pipe",)})
     assert found is not None
     assert (found.task, found.rivals) == ("b", ())
 
@@ -226,7 +225,7 @@ def test_output_also_shows_that_a_task_lost_its_peer() -> None:
     assert cause.task == "b"
 
 
-def test_stopped_task_is_never_the_cause() -> None:
+def test_task_that_was_stopped_because_its_peer_failed_is_not_the_cause() -> None:
     assert first_cause([_failed("a", 1.0, reason=Reason.PEER_FAILED)], {}) is None
 
 
@@ -244,7 +243,7 @@ def test_stopped_task_is_never_the_cause() -> None:
         (49.0, "ValueError: bad label", "KeyError: 'x'", None),
     ],
 )
-def test_a_stopped_task_whose_rank_had_raised_is_the_cause_if_the_others_lost_it(
+def test_a_stopped_task_is_the_cause_only_if_its_rank_failed_before_and_the_others_lost_it(
     printed_at: float, text: str, master: str, cause: tuple[str, str, str] | None
 ) -> None:
     raised = ("[rank3]: Traceback (most recent call last):", '[rank3]:   File "a.py", line 1, in <module>', f"[rank3]: {text}")
@@ -260,7 +259,7 @@ def test_a_stopped_task_whose_rank_had_raised_is_the_cause_if_the_others_lost_it
     assert (found.task, found.ranks, found.message) == (cause or ("master", "0-7", f"exit code 1: {master}"))
 
 
-def test_lost_node_is_the_last_suspect() -> None:
+def test_failed_task_is_the_cause_even_if_a_node_was_lost_earlier() -> None:
     cause = first_cause([_failed("a", 1.0, reason=Reason.NODE_LOST), _failed("b", 9.0)], {})
     assert cause is not None
     assert cause.task == "b"
@@ -269,7 +268,7 @@ def test_lost_node_is_the_last_suspect() -> None:
 WORKER = ("u1", "train", "t1")
 STACK = ("Traceback (most recent call last):", '  File "/data/train.py", line 3, in <module>', "ValueError: no address")
 LABELED = tuple(f"[rank9]: {line}" for line in STACK)
-SAID = "t1 ended with exit code 0 although its ranks failed (ValueError: no address); t0 waits for ranks 8-15"
+MESSAGE = "t1 ended with exit code 0 although its ranks failed (ValueError: no address); t0 waits for ranks 8-15"
 
 
 def gang(lines: tuple[str, ...] = STACK, *, after_s: float = 5.0, **plan: bool) -> Driver:
@@ -285,9 +284,9 @@ def gang(lines: tuple[str, ...] = STACK, *, after_s: float = 5.0, **plan: bool) 
     return driver
 
 
-def test_hidden_failure_is_reported_at_once_and_the_group_stopped_if_others_stay_silent() -> None:
+def test_hidden_failure_is_reported_at_once_and_the_group_is_stopped_if_other_tasks_stay_silent() -> None:
     driver = gang()
-    assert (driver.group().state, driver.group().message) == (State.RUNNING, SAID)
+    assert (driver.group().state, driver.group().message) == (State.RUNNING, MESSAGE)
     driver.advance(MISSING_RANKS_S - 0.5)
     assert driver.group().state is State.RUNNING
     driver.advance(0.5)
@@ -297,16 +296,16 @@ def test_hidden_failure_is_reported_at_once_and_the_group_stopped_if_others_stay
     assert (cause.task, cause.ranks, cause.exit_code, cause.node) == ("t1", "8-15", 0, group.task("t1").node)
     assert cause.message == "ended with exit code 0 although its ranks failed (ValueError: no address)"
     assert cause.traceback.splitlines() == list(STACK)
-    assert [event.text for event in driver.events].count(f"train: {SAID}") == 1
+    assert [event.text for event in driver.events].count(f"train: {MESSAGE}") == 1
 
 
 def test_the_diagnosis_names_the_exception_and_the_hidden_exit_code() -> None:
     driver = gang()
-    for _ in range(2):  # while it waits, and after its end
-        told = diagnose(case_of(driver.group(), 0, {"t1": STACK}, driver.events))
-        assert [one.key for one in told] == ["exception", "exit-code-hidden"]
-        assert "t1 on n2" in told[0].found
-        assert "although its ranks failed (ValueError: no address)" in told[1].found
+    for _ in range(2):  # while the group runs, and after its end
+        findings = diagnose(case_of(driver.group(), 0, {"t1": STACK}, driver.events))
+        assert [one.key for one in findings] == ["exception", "exit-code-hidden"]
+        assert "t1 on n2" in findings[0].found
+        assert "although its ranks failed (ValueError: no address)" in findings[1].found
         driver.run()
 
 
@@ -315,15 +314,15 @@ def test_tasks_that_make_progress_are_not_stopped() -> None:
     for _ in range(4):
         driver.beat("t0")
         driver.advance(MISSING_RANKS_S - 1)
-    assert (driver.group().state, driver.group().message) == (State.RUNNING, SAID)
+    assert (driver.group().state, driver.group().message) == (State.RUNNING, MESSAGE)
     driver.advance(MISSING_RANKS_S)
     assert driver.group().state is not State.RUNNING
 
 
-def test_heartbeats_count_even_if_the_end_is_observed_late() -> None:
+def test_recent_heartbeat_prevents_the_stop_even_if_the_hidden_failure_is_found_late() -> None:
     driver = gang(())
     task = driver.group().task("t1")
-    # The next supervisor has the same records.
+    # The next supervisor reads the output and the heartbeat only now.
     driver.advance(300)
     driver.output("t1", STACK)
     driver.beat("t0", driver.clock.now() - 1)
@@ -331,28 +330,28 @@ def test_heartbeats_count_even_if_the_end_is_observed_late() -> None:
     driver.rewrite(unchecked)
     driver.settle()
     assert driver.group().state is State.RUNNING
-    assert driver.group().message == SAID
+    assert driver.group().message == MESSAGE
 
 
 @pytest.mark.parametrize(("lines", "after_s"), [(LABELED, 5.0), (STACK, 600.0)])
-def test_hidden_failure_of_ranks_that_may_have_met_is_only_reported(lines: tuple[str, ...], after_s: float) -> None:
+def test_hidden_failure_of_ranks_that_may_have_joined_is_only_reported(lines: tuple[str, ...], after_s: float) -> None:
     driver = gang(lines, after_s=after_s)
-    assert driver.group().message == SAID
+    assert driver.group().message == MESSAGE
     driver.advance(3600)
     assert driver.group().state is State.RUNNING
 
 
-def test_ranks_that_fail_while_they_join_have_not_met_however_late() -> None:
+def test_group_is_stopped_if_ranks_fail_while_they_join_even_after_a_long_time() -> None:
     joining = (STACK[0], '  File "/data/train.py", line 3, in <module>', "    dist.init_process_group()", STACK[-1])
     driver = gang(joining, after_s=600.0)
     driver.advance(MISSING_RANKS_S)
     assert driver.group().state is not State.RUNNING
 
 
-def test_stop_on_missing_ranks_of_the_spec_decides() -> None:
+def test_stop_on_missing_ranks_overrides_the_default() -> None:
     driver = gang(stop_on_missing_ranks=False)
     driver.advance(3600)
-    assert (driver.group().state, driver.group().message) == (State.RUNNING, SAID)
+    assert (driver.group().state, driver.group().message) == (State.RUNNING, MESSAGE)
     driver = gang(LABELED, stop_on_missing_ranks=True)
     driver.advance(MISSING_RANKS_S)
     assert driver.group().state is not State.RUNNING
@@ -365,13 +364,13 @@ def test_task_without_a_failure_in_its_output_does_not_stop_the_group(lines: tup
     assert (driver.group().state, driver.group().message) == (State.RUNNING, "")
 
 
-def test_tasks_that_do_not_count_and_groups_without_a_world_are_not_checked() -> None:
+def test_ignored_tasks_and_groups_without_a_world_are_not_checked() -> None:
     for driver in (gang(ignore=True), gang(world=False, ignore=False)):
         driver.advance(3600)
         assert (driver.group().state, driver.group().message) == (State.RUNNING, "")
 
 
-def test_group_that_completes_despite_a_hidden_failure_is_completed() -> None:
+def test_group_completes_despite_a_hidden_failure_if_its_other_tasks_complete() -> None:
     driver = Driver(workflow(group_plan()), behavior=lambda key: Behavior(seconds=5 if key.task == "t1" else 20))
     driver.output("t1", STACK)
     driver.run()

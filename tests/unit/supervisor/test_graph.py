@@ -1,4 +1,4 @@
-"""Groups that wait for others: order, failures of upstream groups, cancellations, and killed supervisors."""
+"""Groups that wait for others: their order, failures of upstream groups, cancellations, killed supervisors, and outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITING, COMPLETED, FAILED = State.WAITING, State.COMPLETED, State.FAILED
 
 
 def small(name: str, *after: str, **settings: float) -> GroupPlan:
-    """A group of one task that needs nothing."""
+    """A group of one task that needs no GPU."""
     return group_plan(name, 1, world=False, gpus=0, after=after, **settings)  # type: ignore[arg-type]
 
 
@@ -72,8 +72,8 @@ def test_awaited_groups_are_reported_once_per_change() -> None:
     assert group(driver, "bottom").message == "waits for right"
     driver.run()
     assert group(driver, "bottom").message == ""
-    told = [event.text for event in driver.events if event.group == "bottom"]
-    assert told[:3] == ["bottom: waits for left and right", "bottom: waits for right", "bottom: SCHEDULING"]
+    messages = [event.text for event in driver.events if event.group == "bottom"]
+    assert messages[:3] == ["bottom: waits for left and right", "bottom: waits for right", "bottom: SCHEDULING"]
 
 
 def test_failure_ends_all_downstream_groups_while_siblings_continue() -> None:
@@ -83,11 +83,11 @@ def test_failure_ends_all_downstream_groups_while_siblings_continue() -> None:
     driver.advance(2.0)
     assert states(driver) == {"top": FAILED, "middle": FAILED, "bottom": FAILED, "aside": State.RUNNING}
     assert driver.record().state is WorkflowState.RUNNING
-    for name, blamed in (("middle", "top"), ("bottom", "middle")):
+    for name, upstream in (("middle", "top"), ("bottom", "middle")):
         one = group(driver, name)
         assert (one.reason, one.status) == (Reason.UPSTREAM, "FAILED_UPSTREAM")
         assert one.tasks[0].status == "FAILED_UPSTREAM"
-        assert one.message.startswith(f"upstream group {blamed} did not complete: FAILED")
+        assert one.message.startswith(f"upstream group {upstream} did not complete: FAILED")
     driver.run()
     assert states(driver)["aside"] is COMPLETED
     assert (driver.record().state, driver.record().reason) == (WorkflowState.FAILED, Reason.EXIT_CODE)
@@ -127,10 +127,10 @@ def test_a_cancel_ends_groups_that_run_and_groups_that_wait(at: float) -> None:
 
 def test_queue_timeout_begins_when_the_upstream_groups_have_completed() -> None:
     driver = Driver(workflow(small("top"), small("bottom", "top", queue_s=5.0)), behavior=lambda _: Behavior(seconds=60))
-    begun = driver.clock.now()
+    began_at = driver.clock.now()
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
-    assert group(driver, "bottom").scheduling_at == pytest.approx(begun + 60.0, abs=0.1)
+    assert group(driver, "bottom").scheduling_at == pytest.approx(began_at + 60.0, abs=0.1)
 
 
 def test_downstream_group_keeps_its_place_before_later_workflows() -> None:
@@ -153,11 +153,11 @@ def test_next_supervisor_continues_the_graph(after_s: float) -> None:
     assert sorted(driver.backend.starts) == sorted(f"u1/{name}/t0/0" for name in ("top", "left", "right", "bottom"))
 
 
-# Outputs for other groups.
+# -- outputs for other groups
 
 
-def handing(*, collect_error: str = "", **seconds: float) -> Driver:
-    """``top`` passes its output to ``bottom``. ``aside`` has no dependent group. By default, each group runs one second."""
+def driver_with_output(*, collect_error: str = "", **seconds: float) -> Driver:
+    """``bottom`` gets the output of ``t0`` of ``top``; no group gets that of ``t1``. By default, each group runs one second."""
     bottom = group_plan(
         "bottom", 1, world=False, gpus=0, after=("top",), inputs=(InputSpec(position=1, task="t0", regex="a.*"),)
     )
@@ -171,8 +171,8 @@ def handing(*, collect_error: str = "", **seconds: float) -> Driver:
     return Driver(workflow(top, bottom), on=pool(node("n1"), node("n2"), node_lost_after_s=60.0), behavior=behave)
 
 
-def test_group_completes_when_its_outputs_for_others_have_arrived_and_they_get_them() -> None:
-    driver = handing()
+def test_group_completes_when_its_outputs_have_arrived_and_dependent_groups_get_them() -> None:
+    driver = driver_with_output()
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
@@ -185,7 +185,7 @@ def test_group_completes_when_its_outputs_for_others_have_arrived_and_they_get_t
     driver.restart()
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
-    # The output of a task without a dependent group is not fetched.
+    # The output of `t1` is not fetched, because no group needs it.
     assert driver.backend.collected == ["u1/top/t0/0"]
     saved = group(driver, "top").task("t0").saved
     assert saved is not None
@@ -195,14 +195,14 @@ def test_group_completes_when_its_outputs_for_others_have_arrived_and_they_get_t
 
 
 def test_output_is_requested_again_if_only_its_own_connection_broke() -> None:
-    driver = handing()
+    driver = driver_with_output()
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
     (command,) = driver.supervisor.in_flight.values()
     driver.backend.holds_outputs = False
     # Nothing else happens: no node becomes unreachable or reachable, and no record changes.
-    driver.seen.append(CollectUnanswered(at=driver.clock.now(), key=command.key))
+    driver.observations.append(CollectUnanswered(at=driver.clock.now(), key=command.key))
     driver.settle()
     assert driver.backend.collected == ["u1/top/t0/0"]
     driver.run()
@@ -210,7 +210,7 @@ def test_output_is_requested_again_if_only_its_own_connection_broke() -> None:
 
 
 def test_output_on_a_shared_file_system_is_not_copied() -> None:
-    driver = handing()
+    driver = driver_with_output()
     driver.backend.shares_files = True
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
@@ -221,7 +221,7 @@ def test_output_on_a_shared_file_system_is_not_copied() -> None:
 
 
 def test_failed_fetch_of_an_output_fails_its_group_with_the_name_of_the_task() -> None:
-    driver = handing(collect_error="no space left on device")
+    driver = driver_with_output(collect_error="no space left on device")
     driver.run()
     top = group(driver, "top")
     assert (top.state, top.reason, top.status) == (FAILED, Reason.DATA, "FAILED")
@@ -233,40 +233,40 @@ def test_failed_fetch_of_an_output_fails_its_group_with_the_name_of_the_task() -
 
 
 def test_group_waits_a_limited_time_for_a_node_with_its_output() -> None:
-    driver = handing()
+    driver = driver_with_output()
     driver.settle()
-    where = group(driver, "top").task("t0").node
-    assert where is not None
+    node_name = group(driver, "top").task("t0").node
+    assert node_name is not None
     driver.backend.holds_outputs = True
     driver.advance(1.0)
-    driver.backend.cut(where)
+    driver.backend.cut(node_name)
     driver.settle()
-    assert group(driver, "top").message.endswith(f"; {where} is unreachable: cut")
+    assert group(driver, "top").message.endswith(f"; {node_name} is unreachable: cut")
     driver.advance(59.0)
     driver.backend.holds_outputs = False
     assert states(driver)["top"] is State.RUNNING
-    driver.backend.heal(where)
+    driver.backend.heal(node_name)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
 
 
-def test_a_node_that_is_lost_with_an_output_fails_its_group() -> None:
-    driver = handing()
+def test_a_lost_node_with_an_unfetched_output_fails_the_group() -> None:
+    driver = driver_with_output()
     driver.settle()
-    where = group(driver, "top").task("t0").node
-    assert where is not None
+    node_name = group(driver, "top").task("t0").node
+    assert node_name is not None
     driver.backend.holds_outputs = True
     driver.advance(1.0)
-    driver.backend.cut(where)
+    driver.backend.cut(node_name)
     driver.run()
     top = group(driver, "top")
     assert (top.reason, top.status) == (Reason.NODE_LOST, "FAILED_BACKEND_ERROR")
-    assert f"t0: its output cannot be passed on: {where} has been unreachable for 60 s: cut" in top.message
+    assert f"t0: its output cannot be passed on: {node_name} has been unreachable for 60 s: cut" in top.message
     assert top.task("t0").state is COMPLETED
 
 
 def test_a_cancel_does_not_wait_for_an_output() -> None:
-    driver = handing()
+    driver = driver_with_output()
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
@@ -279,7 +279,7 @@ def test_failed_group_passes_on_no_output() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=1, exit_code=int(key.group == "top" and key.task == "t0"))
 
-    driver = handing()
+    driver = driver_with_output()
     driver.backend._behavior = behave
     driver.run()
     assert group(driver, "top").reason is Reason.EXIT_CODE
@@ -287,7 +287,7 @@ def test_failed_group_passes_on_no_output() -> None:
 
 
 def test_cancel_after_the_lead_completed_does_not_wait_for_an_output() -> None:
-    driver = handing()
+    driver = driver_with_output()
     driver.backend._behavior = lambda key: Behavior(seconds=1) if key.task == "t0" else HANG
     driver.settle()
     driver.backend.holds_outputs = True
@@ -299,16 +299,16 @@ def test_cancel_after_the_lead_completed_does_not_wait_for_an_output() -> None:
     assert driver.record().state is WorkflowState.CANCELED
 
 
-@pytest.mark.parametrize("is_good", [True, False])
-def test_progress_of_an_output_is_kept_during_its_transfer(is_good: bool) -> None:
-    driver = handing()
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_progress_of_an_output_is_kept_during_its_transfer(succeeds: bool) -> None:
+    driver = driver_with_output()
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
-    where = group(driver, "top").task("t0").node
-    assert where is not None
-    key = AttemptKey(workflow="u1", group="top", task="t0", attempt=0, node=where)
-    driver.seen.append(Collecting(at=1.0, key=key, is_packed=True, done=5, total=9, bytes_per_s=1.0))
+    node_name = group(driver, "top").task("t0").node
+    assert node_name is not None
+    key = AttemptKey(workflow="u1", group="top", task="t0", attempt=0, node=node_name)
+    driver.observations.append(Collecting(at=1.0, key=key, is_packed=True, done=5, total=9, bytes_per_s=1.0))
     driver.settle()
     top = group(driver, "top")
     moving = top.current_transfer(top.task("t0"))
@@ -316,9 +316,9 @@ def test_progress_of_an_output_is_kept_during_its_transfer(is_good: bool) -> Non
     assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
     # Progress is not an answer: the command is still in flight.
     assert CommandId(CollectOutput, "u1", "top", "t0", 0) in driver.supervisor.in_flight
-    driver.seen.append(
-        Collected(at=2.0, key=key, digest="d", size=1) if is_good else CollectFailed(at=2.0, key=key, message="gone")
+    driver.observations.append(
+        Collected(at=2.0, key=key, digest="d", size=1) if succeeds else CollectFailed(at=2.0, key=key, message="gone")
     )
     driver.settle()
     assert group(driver, "top").task("t0").transfer is None
-    assert archives(driver.record()) == ({"d"} if is_good else set())
+    assert archives(driver.record()) == ({"d"} if succeeds else set())

@@ -1,4 +1,4 @@
-"""The loop, on a store and a clock that the test sets: how long archives are kept, and how lost wake-ups are handled."""
+"""The supervisor's loop: removal of archives, lost wake-ups, unreadable records, missing backends, and changed clocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distflow.supervisor.commands import TransferEnded
 from distflow.supervisor.transfers import archives
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
-from unit.supervisor.test_checkpoints import plan, stored
+from unit.supervisor.test_checkpoints import end_store, plan
 
 DIGEST = "0" * 64
 
@@ -27,7 +27,7 @@ def behave(key: AttemptKey) -> Behavior:
     return Behavior(seconds=5.0 if key.group == "top" else float("inf"))
 
 
-def unreadable(url: str) -> Identity | None:
+def refuse_to_read(url: str) -> Identity | None:
     raise StateError("the credential bucket cannot be read", hint="set the credential again")
 
 
@@ -36,7 +36,7 @@ def driver() -> Driver:
     return Driver(on=pool(node("n1")), behavior=behave)
 
 
-def end_at_once(driver: Driver) -> None:
+def force_cancel(driver: Driver) -> None:
     """Cancel ``u1`` with force."""
     driver.cancel(force=True)
     driver.settle()
@@ -49,10 +49,12 @@ def test_archive_of_a_canceled_workflow_is_removed(driver: Driver) -> None:
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(61.0)
-    end_at_once(driver)
+    force_cancel(driver)
     (driver.directory.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
-    driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest=DIGEST, size=10240))
+    driver.observations.append(
+        Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest=DIGEST, size=10240)
+    )
     driver.settle()
     assert list(driver.directory.blobs.iterdir()) == []
 
@@ -62,20 +64,20 @@ def test_input_of_a_canceled_workflow_is_removed(driver: Driver) -> None:
     driver.add(workflow(group_plan(tasks=1)))
     driver.add(workflow(group_plan(tasks=1, gpus=0), uuid="u2"))
     driver.settle()
-    end_at_once(driver)
+    force_cancel(driver)
     (driver.directory.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="")
     outcome = TransferRecord(
         data=DataRef(DataKind.FETCH, 0), task="t0", at=driver.clock.now(), url="file:///data", digest=DIGEST, size=10240
     )
-    driver.seen.append(
+    driver.observations.append(
         TransferEnded(at=driver.clock.now(), key=key, data=DataRef(DataKind.FETCH, 0), url="file:///data", outcome=outcome)
     )
     driver.settle()
     assert list(driver.directory.blobs.iterdir()) == []
 
 
-def test_archive_that_arrives_too_late_is_removed(driver: Driver) -> None:
+def test_checkpoint_that_arrives_during_the_write_of_another_is_removed(driver: Driver) -> None:
     driver.add(workflow(plan(tasks=1)))
     driver.settle()
     driver.backend.holds_outputs = True
@@ -83,11 +85,13 @@ def test_archive_that_arrives_too_late_is_removed(driver: Driver) -> None:
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
     for digest in (DIGEST, "1" * 64):
         (driver.directory.blobs / digest).touch()
-        driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest=digest, size=10240))
+        driver.observations.append(
+            Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest=digest, size=10240)
+        )
 
     driver.settle()
     assert len(list(driver.directory.blobs.iterdir())) == 2
-    stored(driver, error="it is no archive")
+    end_store(driver, error="it is not an archive")
     driver.settle()
     assert list(driver.directory.blobs.iterdir()) == [driver.directory.blobs / DIGEST]
 
@@ -114,12 +118,12 @@ def test_unreadable_credentials_end_only_the_gang_that_needs_them(driver: Driver
     inputs = (DataSpec(position=0, url="s3://b/in"),)
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0, url_inputs=inputs)))
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2"))
-    driver.transfers.identity = unreadable  # type: ignore[method-assign]
+    driver.transfers.identity = refuse_to_read  # type: ignore[method-assign]
     driver.settle()
     # The credentials could be read when the input was looked up.
     key, at = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node=""), driver.clock.now()
     found = TransferRecord(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
-    driver.seen.append(TransferEnded(at=at, key=key, data=DataRef(DataKind.FETCH, 0), url="s3://b/in", outcome=found))
+    driver.observations.append(TransferEnded(at=at, key=key, data=DataRef(DataKind.FETCH, 0), url="s3://b/in", outcome=found))
     driver.settle()
     record = driver.record("u1")
     assert record.status == "FAILED_START_ERROR"
@@ -130,8 +134,7 @@ def test_unreadable_credentials_end_only_the_gang_that_needs_them(driver: Driver
 def test_new_work_is_found_although_the_wake_up_was_lost(driver: Driver) -> None:
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0)))
     driver.settle()
-    unheard = workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2")
-    driver.add(unheard)
+    driver.add(workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2"))
     driver.cancel()
     driver.settle()
     assert driver.record("u1").status == "FAILED_CANCELED"
@@ -143,12 +146,12 @@ def test_workflow_of_another_version_is_not_changed_and_others_continue(driver: 
     for uuid in ("u1", "u2"):
         driver.add(workflow(group_plan(tasks=1, world=False, gpus=0), uuid=uuid))
     column = {"groups": "record", "documents": "plan"}[table]
-    theirs = b'{"name": "train", "shape": "another"}'
-    driver.reader._db.execute(f"UPDATE {table} SET {column} = ? WHERE workflow = 'u1'", (theirs,))
+    foreign = b'{"name": "train", "shape": "another"}'
+    driver.reader._db.execute(f"UPDATE {table} SET {column} = ? WHERE workflow = 'u1'", (foreign,))
     driver.settle()
     assert driver.reader.find("u2").groups[0].state is State.RUNNING
     assert set(driver.supervisor.skipped) == {"u1"}
-    assert driver.reader._db.execute(f"SELECT {column} FROM {table} WHERE workflow = 'u1'").fetchone() == (theirs,)
+    assert driver.reader._db.execute(f"SELECT {column} FROM {table} WHERE workflow = 'u1'").fetchone() == (foreign,)
     assert [line for line in driver.log if "cannot be read" in line] == [
         "the record of workflow w-1 cannot be read and is not changed: another version of distflow wrote it; use that one"
     ]
@@ -182,7 +185,9 @@ def test_running_workflow_is_resumed_after_its_backend_was_not_installed(
     assert driver.record("u1").groups[0].state is State.RUNNING
 
 
-def test_messages_name_the_pool_and_node_observations_have_its_key(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_gets_the_name_of_the_pool_and_its_observations_get_the_key(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[tuple[Pool, Sink]] = []
 
     def open_backend(pool: Pool, sink: Sink) -> Backend:
@@ -197,19 +202,19 @@ def test_messages_name_the_pool_and_node_observations_have_its_key(driver: Drive
     assert opened_pool.name == "lab"
     sink(NodeUp(at=driver.clock.now(), pool=opened_pool.name, node="n1"))
     driver.supervisor.step(0.0)
-    assert [place for place, view in driver.supervisor.snapshot().nodes.items() if view.up] == [("lab-3f2a91bc", "n1")]
+    assert [key for key, view in driver.supervisor.snapshot().nodes.items() if view.up] == [("lab-3f2a91bc", "n1")]
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_clock_that_was_set_while_no_supervisor_ran_does_not_lengthen_waits(driver: Driver, jump_s: float) -> None:
     one = workflow(group_plan(tasks=1, world=False, gpus=0, retry=Retry(limit=3, backoff_s=8.0)))
     at = driver.clock.now()
-    resting = replace(
+    in_backoff = replace(
         one.record.groups[0], attempt=1, state=State.SCHEDULING, scheduling_at=at + 8.0 - jump_s,
         backoff_until=at + 8.0 - jump_s,
         tasks=tuple(replace(task, attempt=1, state=State.SCHEDULING) for task in one.record.groups[0].tasks),
     )  # fmt: skip
-    driver.add(replace(one, record=replace(one.record, groups=(resting,))))
+    driver.add(replace(one, record=replace(one.record, groups=(in_backoff,))))
     driver.settle()
     driver.advance(8.0)
     driver.advance(1.0)

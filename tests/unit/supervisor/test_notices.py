@@ -1,4 +1,4 @@
-"""Notifications become due, and each is stored once, even if the supervisor is killed."""
+"""Notifications: when they are due, and that each is stored once, even if the supervisor is killed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 EVERYTHING = NotifyTarget(on=tuple(Trigger), url="https://ci.example/hook", after_s=600.0)
 ENDS = NotifyTarget(credential="team")
-FAILS, LONG = "u8", "u9"
+FAILING, LONG_RUNNING = "u8", "u9"
+"""Workflows with another behavior."""
 
 
 def behave(key: AttemptKey) -> Behavior:
-    return Behavior(seconds=10_000.0 if key.workflow == LONG else 5.0, exit_code=int(key.workflow == FAILS))
+    return Behavior(seconds=10_000.0 if key.workflow == LONG_RUNNING else 5.0, exit_code=int(key.workflow == FAILING))
 
 
 @pytest.fixture
@@ -30,39 +31,40 @@ def driver() -> Driver:
     return Driver(on=pool(node("n1")), behavior=behave)
 
 
-def notified(one: StoredWorkflow, *targets: NotifyTarget) -> StoredWorkflow:
+def with_targets(one: StoredWorkflow, *targets: NotifyTarget) -> StoredWorkflow:
     return replace(one, notify=targets)
 
 
 def due(driver: Driver, uuid: str = "u1") -> list[tuple[int, str, str]]:
+    """Return the target's number, the trigger and the subject of each due notification."""
     return [(one.target, one.on.value, one.subject) for one in driver.reader.notices() if one.workflow == uuid]
 
 
-def test_start_and_end_are_due_for_the_entries_that_request_them(driver: Driver) -> None:
-    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
+def test_notifications_of_start_and_end_are_due_for_the_targets_that_request_them(driver: Driver) -> None:
+    driver.add(with_targets(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
     driver.settle()
     assert due(driver) == [(0, "started", "")]
     driver.advance(6.0)
     assert due(driver) == [(0, "started", ""), (0, "completed", ""), (1, "completed", "")]
 
 
-def test_a_failure_and_a_cancel_are_due(driver: Driver) -> None:
-    driver.add(notified(workflow(group_plan(tasks=1), uuid=FAILS), EVERYTHING))
+def test_notifications_of_a_failure_and_a_cancellation_are_due(driver: Driver) -> None:
+    driver.add(with_targets(workflow(group_plan(tasks=1), uuid=FAILING), EVERYTHING))
     driver.settle()
     driver.advance(6.0)
-    assert due(driver, FAILS) == [(0, "started", ""), (0, "failed", "")]
-    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
+    assert due(driver, FAILING) == [(0, "started", ""), (0, "failed", "")]
+    driver.add(with_targets(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
     driver.settle()
     driver.cancel(force=True)
     driver.advance(1.0)
     assert due(driver) == [(0, "started", ""), (0, "canceled", "")]
 
 
-def test_a_long_wait_is_due_once_although_the_supervisor_is_killed(driver: Driver) -> None:
-    driver.add(workflow(group_plan(tasks=1), uuid=LONG))
+def test_notification_of_a_long_wait_is_due_once_although_the_supervisor_is_killed(driver: Driver) -> None:
+    driver.add(workflow(group_plan(tasks=1), uuid=LONG_RUNNING))
     driver.settle()
-    soon = NotifyTarget(on=(Trigger.WAITING,), credential="team", after_s=300.0)
-    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS, soon))
+    early = NotifyTarget(on=(Trigger.WAITING,), credential="team", after_s=300.0)
+    driver.add(with_targets(workflow(group_plan(tasks=1)), EVERYTHING, ENDS, early))
     waits_since = driver.clock.now()
     assert driver.settle() == waits_since + 300.0
     driver.advance(299.0)
@@ -82,21 +84,21 @@ def test_a_long_wait_is_due_once_although_the_supervisor_is_killed(driver: Drive
         assert due(driver) == []
 
 
-def test_a_build_of_a_python_environment_is_not_a_wait_for_nodes(driver: Driver) -> None:
+def test_no_notification_is_due_while_a_python_environment_is_built(driver: Driver) -> None:
     plan = replace(group_plan(tasks=1), venv=Requirements(file="requirements.txt", lines=("torch",)))
     driver.backend.holds_builds = True
-    driver.add(notified(workflow(plan), EVERYTHING))
+    driver.add(with_targets(workflow(plan), EVERYTHING))
     driver.settle()
     driver.advance(3600.0)
     assert driver.group().venv_builds
     assert due(driver) == []
 
 
-def test_the_end_of_a_workflow_that_this_version_cannot_run_is_due(driver: Driver) -> None:
+def test_notification_is_due_for_a_workflow_that_this_version_cannot_run(driver: Driver) -> None:
     def refuse(*_: object) -> Backend:
         raise InputError("this version of distflow does not support it")
 
     driver.supervisor._open_backend = refuse
-    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING))
+    driver.add(with_targets(workflow(group_plan(tasks=1)), EVERYTHING))
     driver.settle()
     assert due(driver) == [(0, "failed", "")]

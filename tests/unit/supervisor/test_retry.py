@@ -75,7 +75,7 @@ def test_node_with_a_failure_is_chosen_last() -> None:
 
 
 def test_gang_waits_for_other_nodes_instead_of_one_with_too_many_failures() -> None:
-    def attempt_3(avoid_after: int, *names: str) -> Driver:
+    def third_attempt(avoid_after: int, *names: str) -> Driver:
         """Two attempts of u1 have failed on n1, while u2 has n2 for 20 s."""
 
         def behave(key: AttemptKey) -> Behavior:
@@ -92,21 +92,21 @@ def test_gang_waits_for_other_nodes_instead_of_one_with_too_many_failures() -> N
         assert driver.group().attempt == 2
         return driver
 
-    waits = attempt_3(2, "n2", "n1")
-    assert waits.group().state is State.SCHEDULING
+    waiting = third_attempt(2, "n2", "n1")
+    assert waiting.group().state is State.SCHEDULING
     assert (
-        waits.group().message
+        waiting.group().message
         == "Waiting for nodes: no room for t0: n2: 0 of 8 GPUs free, 8 requested; avoided because earlier attempts failed "
         "there: n1"
     )
-    waits.advance(20.0)
-    assert [task.node for task in waits.group().tasks] == ["n2"]
-    # If no other node can hold the gang, or if nodes are never avoided.
-    for again in (attempt_3(2, "n1"), attempt_3(0, "n2", "n1")):
-        assert [task.node for task in again.group().tasks] == ["n1"]
+    waiting.advance(20.0)
+    assert [task.node for task in waiting.group().tasks] == ["n2"]
+    # The node is used if no other node can hold the gang, or if `avoid_after` is 0.
+    for driver in (third_attempt(2, "n1"), third_attempt(0, "n2", "n1")):
+        assert [task.node for task in driver.group().tasks] == ["n1"]
 
 
-def test_ends_of_earlier_attempts_are_kept() -> None:
+def test_records_of_earlier_attempts_are_kept() -> None:
     driver = failing(1)
     driver.run()
     group = driver.group()
@@ -158,7 +158,7 @@ def test_gang_in_backoff_does_not_block_the_queue() -> None:
     assert driver.record().state is driver.record("u2").state is WorkflowState.COMPLETED
 
 
-def test_backoff_does_not_count_as_waiting_for_nodes() -> None:
+def test_backoff_does_not_count_towards_the_queue_timeout() -> None:
     plan = group_plan(exit_actions=ON_3, retry=Retry(backoff_s=100), queue_s=20.0)
 
     def behave(key: AttemptKey) -> Behavior:
@@ -194,7 +194,7 @@ def test_next_supervisor_continues_with_the_current_attempt() -> None:
     assert driver.backend.starts.count("u1/train/t0/1") == 1
 
 
-def test_lost_node_is_code_3001_and_the_next_attempt_runs_on_another_node() -> None:
+def test_lost_node_has_exit_code_3001_and_the_next_attempt_runs_on_another_node() -> None:
     nodes = pool(node("n1"), node("n2"), node("n3"), node_lost_after_s=30.0)
     driver = Driver(
         workflow(group_plan(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1))),
@@ -221,7 +221,7 @@ def test_lost_node_is_code_3001_and_the_next_attempt_runs_on_another_node() -> N
     assert driver.record().state is WorkflowState.COMPLETED
 
 
-def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
+def test_task_that_cannot_be_prepared_has_exit_code_3003_and_is_retried() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return (
             Behavior(prepare_error="no space left on device") if key.attempt == 0 and key.task == "t1" else Behavior(seconds=1)
@@ -234,7 +234,7 @@ def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
 
 
 @pytest.mark.parametrize("world", [True, False])
-def test_a_task_that_cannot_be_prepared_fails_its_group_because_it_stops_the_others(world: bool) -> None:
+def test_a_task_that_cannot_be_prepared_fails_its_group_although_its_code_counts_as_success(world: bool) -> None:
     plan = group_plan(world=world, exit_actions=ExitActions(complete=((3003, 3003),)))
     refused = Behavior(prepare_error="no space left on device")
     driver = Driver(workflow(plan), behavior=lambda key: refused if key.task == "t1" else Behavior(seconds=1))
@@ -244,7 +244,7 @@ def test_a_task_that_cannot_be_prepared_fails_its_group_because_it_stops_the_oth
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(2012, 2), (2010, 1)])
-def test_missing_output_of_a_task_that_never_started_is_code_2012(code: int, attempts: int) -> None:
+def test_missing_output_of_a_task_that_never_started_has_exit_code_2012(code: int, attempts: int) -> None:
     actions = ExitActions(complete=((3003, 3003),), reschedule=((code, code),))
     top = group_plan("top", 1, world=False, exit_actions=actions, retry=Retry(limit=1, backoff_s=1.0))
     bottom = group_plan("bottom", 1, world=False, after=("top",), inputs=(InputSpec(position=0, task="t0"),))
@@ -254,14 +254,14 @@ def test_missing_output_of_a_task_that_never_started_is_code_2012(code: int, att
     assert (driver.group().attempt + 1, driver.cause().reason) == (attempts, Reason.DATA)
 
 
-def test_timeouts_of_running_and_cancellations_have_no_code() -> None:
+def test_exec_timeout_is_not_retried_by_any_exit_code() -> None:
     plan = group_plan(exit_actions=ExitActions(reschedule=((0, 9999),)), exec_s=3.0)
     driver = Driver(workflow(plan), behavior=lambda _: HANG)
     driver.run()
     assert (driver.group().reason, driver.group().attempt) == (Reason.EXEC_TIMEOUT, 0)
 
 
-def test_a_failure_that_counts_as_success() -> None:
+def test_a_failure_counts_as_success_if_exit_actions_say_so() -> None:
     plan = group_plan(exit_actions=ExitActions(complete=((3, 3),)))
     driver = Driver(workflow(plan), behavior=lambda _: Behavior(seconds=1, exit_code=3))
     driver.run()
@@ -270,7 +270,7 @@ def test_a_failure_that_counts_as_success() -> None:
     assert (task.state, task.exit_code, task.message) == (State.COMPLETED, 3, "exit code 3: counts as success (exitActions)")
 
 
-def test_a_success_that_counts_as_failure() -> None:
+def test_a_success_counts_as_failure_if_exit_actions_say_so() -> None:
     plan = group_plan(exit_actions=ExitActions(fail=((0, 0),)))
     driver = Driver(workflow(plan), behavior=lambda _: Behavior(seconds=1))
     driver.run()
@@ -278,7 +278,7 @@ def test_a_success_that_counts_as_failure() -> None:
     assert driver.cause().message == "exit code 0: counts as failure (exitActions)"
 
 
-def test_exit_actions_do_not_apply_to_a_task_that_was_stopped_for_the_lead() -> None:
+def test_exit_actions_do_not_apply_to_a_task_that_was_stopped_because_the_lead_completed() -> None:
     plan = group_plan(world=False, exit_actions=ExitActions(fail=((0, 0),)))
     actions = (replace(plan.launches[0], exit_actions=ExitActions()), plan.launches[1])
 
@@ -290,7 +290,7 @@ def test_exit_actions_do_not_apply_to_a_task_that_was_stopped_for_the_lead() -> 
     assert driver.group().task("t1").state is State.COMPLETED
 
 
-def test_decisions_are_deterministic() -> None:
+def test_a_decision_about_an_unchanged_snapshot_changes_no_record() -> None:
     driver = failing(1)
     driver.settle()
     driver.advance(2.0)

@@ -1,4 +1,4 @@
-"""The background process: its lock, its wake-up, and its end."""
+"""The supervisor's process: its start, its lock, its wake-up, and its end."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_supervisor_ends_when_only_unreadable_workflows_remain(tmp_path: Path) -
     with Store(directory.store) as store:
         submit(store, workflow([running_group()]))
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     lock = SupervisorLock(directory)
     assert lock.take()
-    assert _serve(directory, _Starter(tell), lock)
-    assert os.read(told, 64) == b"ready"
-    os.close(told)
+    assert _serve(directory, _Starter(write_end), lock)
+    assert os.read(read_end, 64) == b"ready"
+    os.close(read_end)
 
 
 def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +57,11 @@ def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, m
         submit(store, workflow([running_group()]))
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
     monkeypatch.setattr(Store, "has_notices", has_notices)
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     lock = SupervisorLock(directory)
     assert lock.take()
-    assert _serve(directory, _Starter(tell), lock)
-    os.close(told)
+    assert _serve(directory, _Starter(write_end), lock)
+    os.close(read_end)
 
 
 def test_removed_state_directory_is_logged_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_a_lock_holds_although_its_file_was_removed(tmp_path: Path) -> None:
     second.release()
 
 
-def test_lock_of_an_earlier_version_on_the_file_alone_is_respected(tmp_path: Path) -> None:
+def test_lock_of_an_older_version_which_locks_only_the_file_is_respected(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     with directory.lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -112,7 +112,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def holder(directory: StateDirectory, version: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def lock_holder(directory: StateDirectory, version: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process that has the supervisor's lock, and whose lock file has this version."""
     directory.lock.touch()
     command = [sys.executable, "-c", _HOLDER, str(directory.blobs), str(directory.lock), *arguments]
@@ -125,10 +125,10 @@ def holder(directory: StateDirectory, version: str, *arguments: str) -> Iterator
 
 
 @pytest.mark.parametrize(("version", "name"), [("", "0.2.0 or older"), ("0.1.9 7\n", "0.1.9")])
-def test_a_supervisor_of_an_older_version_is_ended(tmp_path: Path, version: str, name: str) -> None:
+def test_a_supervisor_of_an_older_version_is_stopped(tmp_path: Path, version: str, name: str) -> None:
     directory = StateDirectory(tmp_path).ensure()
     assert stop_outdated_supervisor(directory) is None
-    with holder(directory, version, "distflow.supervisor") as process:
+    with lock_holder(directory, version, "distflow.supervisor") as process:
         assert stop_outdated_supervisor(directory) == name
         assert process.wait(20) == -signal.SIGTERM
     assert not is_running(directory)
@@ -136,12 +136,15 @@ def test_a_supervisor_of_an_older_version_is_ended(tmp_path: Path, version: str,
 
 def test_a_supervisor_of_this_or_a_newer_version_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = StateDirectory(tmp_path).ensure()
-    with holder(directory, "999.0 999\n", "distflow.supervisor") as process:
+    with lock_holder(directory, "999.0 999\n", "distflow.supervisor") as process:
         assert stop_outdated_supervisor(directory) is None
         assert process.poll() is None
     lock = SupervisorLock(directory)
     assert lock.take()
-    monkeypatch.setattr("distflow.supervisor.process._is_supervisor", lambda _: pytest.fail("it was taken for an old one"))
+    monkeypatch.setattr(
+        "distflow.supervisor.process._is_supervisor",
+        lambda _: pytest.fail("a supervisor of this version was taken for an outdated one"),
+    )
     assert stop_outdated_supervisor(directory) is None
     directory.lock.unlink()
     monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.0)
@@ -149,17 +152,17 @@ def test_a_supervisor_of_this_or_a_newer_version_continues(tmp_path: Path, monke
     lock.release()
 
 
-def test_no_other_process_is_ended_for_an_old_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_holder_that_is_not_a_supervisor_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.1)
     directory = StateDirectory(tmp_path).ensure()
-    with holder(directory, "") as process:
+    with lock_holder(directory, "") as process:
         with pytest.raises(SupervisorError, match=r"nothing was stored\n.*pkill -KILL -f"):
             stop_outdated_supervisor(directory)
         assert process.poll() is None
 
 
 @pytest.mark.parametrize("start", [preload_supervisor, ensure_supervisor])
-def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
+def test_a_supervisor_that_cannot_be_started_is_an_error_with_a_hint(
     tmp_path: Path, start: Callable[[StateDirectory], object]
 ) -> None:
     directory = StateDirectory(tmp_path).ensure()
@@ -169,7 +172,7 @@ def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
     assert f"the permissions of {directory.path}" in caught.value.hint
 
 
-def test_a_store_that_a_newer_version_has_upgraded_ends_the_supervisor(tmp_path: Path) -> None:
+def test_reading_a_store_that_a_newer_version_has_upgraded_raises_store_too_new(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     with Store(directory.store) as store, Store(directory.store) as newer:
         assert store.has_news()
@@ -178,14 +181,14 @@ def test_a_store_that_a_newer_version_has_upgraded_ends_the_supervisor(tmp_path:
             store.has_news()
 
 
-def test_temporary_directory_of_another_user_does_not_prevent_a_wake_up(
+def test_wake_up_with_a_long_state_path_does_not_depend_on_the_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trap = tmp_path / f"distflow-{os.getuid()}"
-    trap.mkdir()
-    trap.chmod(0o777)
+    shared = tmp_path / f"distflow-{os.getuid()}"
+    shared.mkdir()
+    shared.chmod(0o777)
     # The path is longer than the address of a socket may be.
     directory = StateDirectory(tmp_path / ("x" * 200)).ensure()
     wake_socket = open_wake_socket(directory)
@@ -196,16 +199,16 @@ def test_temporary_directory_of_another_user_does_not_prevent_a_wake_up(
     wake_socket.close()
 
 
-def test_state_directory_without_sockets_works(tmp_path: Path) -> None:
+def test_supervisor_works_without_a_wake_socket(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     directory.socket.mkdir()
     assert open_wake_socket(directory) is None
     wake(directory)
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     with Store(directory.store) as store:
         submit(store, workflow([running_group()]))
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
     lock = SupervisorLock(directory)
     assert lock.take()
-    assert _serve(directory, _Starter(tell), lock)
-    os.close(told)
+    assert _serve(directory, _Starter(write_end), lock)
+    os.close(read_end)

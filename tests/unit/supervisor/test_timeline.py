@@ -1,4 +1,4 @@
-"""The timeline of a failure. ``tests/goldens/cli/why_failed.txt`` shows a whole one."""
+"""The timeline of a failure. ``tests/goldens/cli/why_failed.txt`` shows a complete one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _task(name: str, reason: Reason | None, *, state: State = State.FAILED, **en
     return TaskRecord(name=name, state=state, reason=reason, node=f"n-{name}", end=ended, ended_at=11.0)
 
 
-def _last(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
+def _last_moment(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
     group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=cause)
     return moments(group, 0, (), {task.name: lines})[-1]
 
@@ -37,14 +37,14 @@ def _last(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
         (_task("b", None, state=State.COMPLETED, exit_code=0), (), "completed"),
     ],
 )
-def test_end_has_its_reason(task: TaskRecord, lines: tuple[str, ...], because: str) -> None:
-    assert _last(task, *lines).because == because
+def test_end_of_a_task_is_explained(task: TaskRecord, lines: tuple[str, ...], because: str) -> None:
+    assert _last_moment(task, *lines).because == because
 
 
 @pytest.mark.parametrize("reason", Reason)
 @pytest.mark.parametrize("cause", [None, CAUSE])
-def test_every_reason_has_a_text(reason: Reason, cause: Cause | None) -> None:
-    assert _last(_task("b", reason), cause=cause).because
+def test_every_reason_has_an_explanation(reason: Reason, cause: Cause | None) -> None:
+    assert _last_moment(_task("b", reason), cause=cause).because
 
 
 def test_ends_are_shown_by_their_usual_names() -> None:
@@ -54,9 +54,14 @@ def test_ends_are_shown_by_their_usual_names() -> None:
 
 
 def test_timeline_contains_only_one_attempt() -> None:
-    now = replace(_task("a", None, state=State.COMPLETED, exit_code=0), attempt=1)
+    current = replace(_task("a", None, state=State.COMPLETED, exit_code=0), attempt=1)
     group = GroupRecord(
-        name="g", tasks=(now,), attempt=1, earlier=(_task("a", Reason.EXIT_CODE),), earlier_causes=(CAUSE,), stopping_at=50.0
+        name="g",
+        tasks=(current,),
+        attempt=1,
+        earlier=(_task("a", Reason.EXIT_CODE),),
+        earlier_causes=(CAUSE,),
+        stopping_at=50.0,
     )
     assert (cause_of(group, 0), cause_of(group, 1)) == (CAUSE, None)
     assert [task.attempt for task in attempt_of(group, 0)] == [0]
@@ -65,14 +70,14 @@ def test_timeline_contains_only_one_attempt() -> None:
 
 def test_timeline_contains_only_events_of_its_nodes_and_time() -> None:
     task = replace(_task("a", Reason.EXIT_CODE), started_at=1.0)
-    told = [
+    events = [
         EventRecord(at=5.0, details=NodeBecameUnreachable(node="n-a", error="no route\nremedy"), workflow="u"),
         EventRecord(at=6.0, details=NodeBecameUnreachable(node="n-b", error="another's"), workflow="u"),
         EventRecord(at=7.0, details=Message(text="n-a: RUNNING"), workflow="u"),
         EventRecord(at=99.0, details=NodeBecameReachable(node="n-a"), workflow="u"),
     ]
     group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=CAUSE)
-    assert [moment.text for moment in moments(group, 0, told, {})] == [
+    assert [moment.text for moment in moments(group, 0, events, {})] == [
         "started",
         "unreachable: no route",
         "ended: exit code 1",

@@ -1,4 +1,4 @@
-"""Data transfers in threads: repetitions have the same result, failures are reported, and canceled transfers are not."""
+"""Data transfers in threads: repetitions have the same result, failures are reported, and canceled transfers report nothing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TransferSetup:
         self.folder = folder
         self.blobs = folder / "blobs"
         self.blobs.mkdir(exist_ok=True)
-        self.seen: queue.SimpleQueue[TransferMoved | TransferEnded] = queue.SimpleQueue()
-        self.transfers = ThreadedTransfers(self.blobs, folder / "transfers", FakeClock().now, self.seen.put)
+        self.reports: queue.SimpleQueue[TransferMoved | TransferEnded] = queue.SimpleQueue()
+        self.transfers = ThreadedTransfers(self.blobs, folder / "transfers", FakeClock().now, self.reports.put)
 
     def blob(self, **files: bytes) -> str:
         """Create an archive like that of a node's output, and return its digest."""
@@ -49,9 +49,9 @@ class TransferSetup:
         """Run a transfer, and return its end."""
         self.transfers.begin(command, transfer)
         while True:
-            seen = self.seen.get(timeout=60)
-            if isinstance(seen, TransferEnded):
-                return seen
+            report = self.reports.get(timeout=60)
+            if isinstance(report, TransferEnded):
+                return report
 
 
 def test_repeated_write_creates_one_version(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_repeated_fetch_creates_one_blob(tmp_path: Path) -> None:
         assert tar.getnames() == ["x"]
 
 
-def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> None:
+def test_fetch_of_a_url_without_files_creates_an_empty_archive(tmp_path: Path) -> None:
     outcome = (
         TransferSetup(tmp_path).run(Transfer(data=DataRef(DataKind.FETCH, 0), url="file:///nowhere/at/all", regex="")).outcome
     )
@@ -86,22 +86,22 @@ def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         ("sftp://-oProxyCommand=x/y", "has no valid host and port"),
     ],
 )
-def test_failure_is_reported(url: str, words: str, tmp_path: Path) -> None:
-    seen = TransferSetup(tmp_path).run(Transfer(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
-    assert words in seen.outcome.error
-    assert "\n" not in seen.outcome.error
+def test_failed_fetch_is_reported_in_one_line(url: str, message: str, tmp_path: Path) -> None:
+    ended = TransferSetup(tmp_path).run(Transfer(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
+    assert message in ended.outcome.error
+    assert "\n" not in ended.outcome.error
 
 
-def test_missing_blob_is_reported(tmp_path: Path) -> None:
-    seen = TransferSetup(tmp_path).run(
+def test_write_of_a_missing_blob_is_reported(tmp_path: Path) -> None:
+    ended = TransferSetup(tmp_path).run(
         Transfer(data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/out", regex="", digest="0" * 64)
     )
-    assert "No such file" in seen.outcome.error
+    assert "No such file" in ended.outcome.error
 
 
 def test_canceled_transfer_ends_without_a_report(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_canceled_transfer_ends_without_a_report(tmp_path: Path) -> None:
     setup.transfers.begin(COMMAND, Transfer(data=DataRef(DataKind.WRITE, 0), url="http://127.0.0.1:9/x", regex=""))
     setup.transfers.cancel(COMMAND)
     wait_until(lambda: not any(thread.name == "data write/0" for thread in threading.enumerate()), 20)
-    assert setup.seen.empty()
+    assert setup.reports.empty()
 
 
-def test_transfer_that_ends_during_close_does_not_prevent_the_end_of_others(
+def test_close_ends_all_transfers_although_one_ends_by_itself_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This happens if the disk is full: neither the supervisor nor a transfer can write."""

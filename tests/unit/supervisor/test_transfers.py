@@ -1,4 +1,4 @@
-"""Data at URLs: fetched before a group is queued, and written before it is COMPLETED. Failures, cancels, killed supervisors."""
+"""Data at URLs: inputs are fetched before a group is queued, and outputs are written before it is COMPLETED."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 HANG = Behavior(seconds=float("inf"))
-IN = (DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/{{workflow_id}}", regex="a"))
-OUT = (DataSpec(position=0, url="s3://b/out/{{workflow_id}}"),)
+INPUTS = (DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/{{workflow_id}}", regex="a"))
+OUTPUTS = (DataSpec(position=0, url="s3://b/out/{{workflow_id}}"),)
 
 
 def driver_of(tasks: int = 1, behavior: Behavior | None = None, **settings: object) -> Driver:
+    """A driver with a workflow of one group. By default, each task runs one second."""
     plan = group_plan("train", tasks, world=tasks > 1, gpus=0, **settings)  # type: ignore[arg-type]
     driver = Driver(workflow(plan), behavior=lambda _: behavior or Behavior(seconds=1))
     driver.settle()
@@ -37,7 +38,7 @@ def end_transfer(driver: Driver, command: TransferData, *, is_relayed: bool = Fa
         data=command.data, is_relayed=is_relayed, task=command.key.task, at=driver.clock.now(), url=transfer.label,
         regex=transfer.regex, **outcome,  # type: ignore[arg-type]
     )  # fmt: skip
-    driver.seen.append(
+    driver.observations.append(
         TransferEnded(at=driver.clock.now(), key=command.key, data=command.data, url=transfer.label, outcome=done)
     )
     driver.settle()
@@ -50,13 +51,14 @@ def source_of(driver: Driver) -> AttemptKey | None:
 
 
 def transfers(driver: Driver) -> list[tuple[str, str, str, str, str]]:
+    """Return the data, task, URL, regular expression and digest of each transfer that has begun."""
     one = driver.workflows["u1"]
     found = [(command, transfer_of(one.plan, one.record, command)) for command in driver.transfers.begun]
     return [(str(command.data), command.key.task, transfer.url, transfer.regex, transfer.digest) for command, transfer in found]
 
 
-def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> None:
-    driver = driver_of(2, url_inputs=IN)
+def test_a_group_is_queued_when_its_inputs_are_fetched_and_all_tasks_get_them() -> None:
+    driver = driver_of(2, url_inputs=INPUTS)
     # An input of two tasks is fetched once.
     assert transfers(driver) == [("fetch/0", "t0", "s3://b/in", "", ""), ("fetch/1", "t0", "s3://b/w-1", "a", "")]
     assert driver.group().state is State.WAITING
@@ -74,9 +76,9 @@ def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> 
             ("input/1", "d1", 10, True),
         ]
     assert archives(driver.record()) == {"d0", "d1"}
-    told = [event.text for event in driver.events]
-    assert told[0] == "train: checking inputs: s3://b/in, s3://b/w-1"
-    assert "t0: its input was fetched: s3://b/in: 2 files, 2.9 KiB" in told
+    messages = [event.text for event in driver.events]
+    assert messages[0] == "train: checking inputs: s3://b/in, s3://b/w-1"
+    assert "t0: its input was fetched: s3://b/in: 2 files, 2.9 KiB" in messages
 
 
 def test_datasets_at_one_url_are_separate_inputs() -> None:
@@ -104,8 +106,8 @@ def test_input_that_nodes_can_fetch_is_looked_up_once_and_fetched_by_each() -> N
             Download(number=0, path="input/0", url="s3://b/w-1", regex="a"),
             Download(number=1, path="input/1", url="s3://b/sets", dataset="m:7"),
         )
-    told = [event.text for event in driver.events]
-    assert "t0: its input is fetched by its node: s3://b/w-1: 2 files, 2.9 KiB" in told
+    messages = [event.text for event in driver.events]
+    assert "t0: its input is fetched by its node: s3://b/w-1: 2 files, 2.9 KiB" in messages
 
 
 def nodes_can_fetch(driver: Driver) -> list[bool]:
@@ -115,7 +117,7 @@ def nodes_can_fetch(driver: Driver) -> list[bool]:
 
 
 def test_input_that_a_node_cannot_fetch_is_relayed() -> None:
-    driver = driver_of(2, HANG, url_inputs=IN[:1])
+    driver = driver_of(2, HANG, url_inputs=INPUTS[:1])
     driver.backend.bare_nodes = {"n1", "n2"}
     assert nodes_can_fetch(driver) == [True]
     end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
@@ -129,22 +131,23 @@ def test_input_that_a_node_cannot_fetch_is_relayed() -> None:
     end_transfer(driver, driver.transfers.begun[-1], digest="d0", size=20, files=1)
     assert driver.group().state is State.RUNNING
     assert [one.blob for one in driver.backend.launches["u1/train/t1/0"].files] == ["d0"]
-    told = [event.text for event in driver.events]
+    messages = [event.text for event in driver.events]
     assert (
-        len([text for text in told if text.endswith("comes from s3://b/in through this machine: no credentials for it")]) == 1
+        len([text for text in messages if text.endswith("comes from s3://b/in through this machine: no credentials for it")])
+        == 1
     )
 
 
 def test_relay_extends_the_start_barrier_and_the_next_attempt_reuses_the_archive() -> None:
     actions = ExitActions(reschedule=((3, 3),))
-    driver = driver_of(1, Behavior(seconds=1, exit_code=3), url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
+    driver = driver_of(1, Behavior(seconds=1, exit_code=3), url_inputs=INPUTS[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
     end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
     assert driver.group().state is State.INITIALIZING
     for done in range(9):
         driver.clock.advance(driver.pool.start_barrier_s / 3)
         relay = driver.transfers.begun[1]
-        driver.seen.append(
+        driver.observations.append(
             TransferMoved(at=driver.clock.now(), key=relay.key, data=relay.data, url="s3://b/in", done=done, total=9)
         )
         driver.settle()
@@ -156,10 +159,10 @@ def test_relay_extends_the_start_barrier_and_the_next_attempt_reuses_the_archive
 
 
 def test_input_of_a_smaller_world_is_fetched_although_its_first_task_is_left_out() -> None:
-    whole = group_plan("train", 2, url_inputs=IN[:1])
+    whole = group_plan("train", 2, url_inputs=INPUTS[:1])
     # The spec names the worker before the master.
     plan = replace(
-        whole, launches=whole.launches[::-1], smaller=(group_plan("train", 1, url_inputs=IN[:1]),), smaller_after_s=1.0
+        whole, launches=whole.launches[::-1], smaller=(group_plan("train", 1, url_inputs=INPUTS[:1]),), smaller_after_s=1.0
     )
     driver = Driver(workflow(plan), on=pool(node("n1")), behavior=lambda _: Behavior(seconds=1))
     driver.settle()
@@ -178,7 +181,7 @@ def test_input_of_a_smaller_world_is_fetched_although_its_first_task_is_left_out
 
 
 def test_failed_relay_fails_the_group() -> None:
-    driver = driver_of(2, HANG, url_inputs=IN[:1])
+    driver = driver_of(2, HANG, url_inputs=INPUTS[:1])
     driver.backend.bare_nodes = {"n2"}
     end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
     end_transfer(driver, driver.transfers.begun[1], error="s3://b/in: refused")
@@ -192,7 +195,7 @@ def test_failed_relay_fails_the_group() -> None:
 @pytest.mark.parametrize(("code", "attempts"), [(2010, 2), (2012, 1)])
 def test_failed_input_is_retried_by_the_shown_exit_code(code: int, attempts: int) -> None:
     actions = ExitActions(reschedule=((code, code),))
-    driver = driver_of(url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
+    driver = driver_of(url_inputs=INPUTS[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
     end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
     end_transfer(driver, driver.transfers.begun[1], error="s3://b/in: refused")
@@ -200,9 +203,9 @@ def test_failed_input_is_retried_by_the_shown_exit_code(code: int, attempts: int
     assert driver.group().attempt + 1 == attempts
 
 
-def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
+def test_inputs_are_fetched_when_the_upstream_groups_have_completed() -> None:
     top = group_plan("top", 1, world=False, gpus=0)
-    bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=IN[:1])
+    bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=INPUTS[:1])
     driver = Driver(workflow(top, bottom), behavior=lambda _: Behavior(seconds=5))
     driver.settle()
     assert driver.transfers.begun == []
@@ -210,8 +213,8 @@ def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
     assert [command.key.group for command in driver.transfers.begun] == ["bottom"]
 
 
-def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
-    driver = driver_of(url_inputs=IN)
+def test_group_fails_before_its_start_if_an_input_cannot_be_fetched() -> None:
+    driver = driver_of(url_inputs=INPUTS)
     end_transfer(driver, driver.transfers.begun[0], error="s3://b/in/x: refused")
     group = driver.group()
     assert (group.state, group.reason, group.status) == (State.FAILED, Reason.DATA, "FAILED")
@@ -225,7 +228,7 @@ def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
 
 
 def test_a_group_completes_when_its_output_is_written() -> None:
-    driver = driver_of(url_outputs=OUT)
+    driver = driver_of(url_outputs=OUTPUTS)
     driver.advance(1.0)
     assert transfers(driver) == [("write/0", "t0", "s3://b/out/w-1", "", "")]
     assert source_of(driver) == AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
@@ -241,7 +244,7 @@ def test_a_group_completes_when_its_output_is_written() -> None:
 
 
 def test_output_that_its_node_cannot_write_is_relayed() -> None:
-    driver = driver_of(url_outputs=OUT)
+    driver = driver_of(url_outputs=OUTPUTS)
     driver.advance(1.0)
     end_transfer(driver, driver.transfers.begun[0], is_relayed=True, error="n1: it has no s3fs")
     assert driver.backend.collected == ["u1/train/t0/0"]
@@ -255,8 +258,8 @@ def test_output_that_its_node_cannot_write_is_relayed() -> None:
     assert transfers(driver)[-1][-1] == saved.digest
     end_transfer(driver, driver.transfers.begun[-1], files=1)
     assert driver.group().state is State.COMPLETED
-    told = [event.text for event in driver.events]
-    assert told.count("t0: its output goes to s3://b/out/w-1 through this machine: n1: it has no s3fs") == 1
+    messages = [event.text for event in driver.events]
+    assert messages.count("t0: its output goes to s3://b/out/w-1 through this machine: n1: it has no s3fs") == 1
 
 
 @pytest.mark.parametrize("url", ["file:///out", "/out", "sftp://host/out"])
@@ -270,8 +273,8 @@ def test_output_url_that_depends_on_the_machine_is_written_by_this_machine(url: 
     assert not any("through this machine" in event.text for event in driver.events)
 
 
-def test_only_relayed_outputs_are_collected() -> None:
-    plan = group_plan("train", 2, world=False, gpus=0, url_outputs=(*OUT, DataSpec(position=1, url="/out")))
+def test_output_of_each_task_is_collected_once_if_this_machine_writes_it() -> None:
+    plan = group_plan("train", 2, world=False, gpus=0, url_outputs=(*OUTPUTS, DataSpec(position=1, url="/out")))
     driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1, exit_code=0))
     driver.settle()
     driver.advance(1.0)
@@ -279,8 +282,8 @@ def test_only_relayed_outputs_are_collected() -> None:
     assert sorted(str(command.data) for command in driver.transfers.begun) == ["write/0", "write/0", "write/1", "write/1"]
 
 
-def test_unreachable_node_is_named_and_fails_the_group_after_a_while() -> None:
-    driver = driver_of(url_outputs=OUT)
+def test_unreachable_node_with_outputs_is_named_and_fails_the_group_after_node_lost_after() -> None:
+    driver = driver_of(url_outputs=OUTPUTS)
     driver.advance(1.0)
     driver.backend.cut("n1")
     driver.settle()
@@ -297,7 +300,7 @@ def test_unreachable_node_is_named_and_fails_the_group_after_a_while() -> None:
 
 
 def test_failed_write_of_an_output_fails_the_group_with_the_reason() -> None:
-    driver = driver_of(url_outputs=OUT)
+    driver = driver_of(url_outputs=OUTPUTS)
     driver.advance(1.0)
     end_transfer(driver, driver.transfers.begun[0], error="s3://b/out/w-1/x: refused")
     assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.DATA)
@@ -306,11 +309,11 @@ def test_failed_write_of_an_output_fails_the_group_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("exit_code", [0, 3])
-def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
+def test_only_tasks_that_completed_by_themselves_write_outputs(exit_code: int) -> None:
     def behave(key: AttemptKey) -> Behavior:
         return {"t0": Behavior(seconds=3, exit_code=exit_code), "t1": Behavior(seconds=1, exit_code=4)}.get(key.task, HANG)
 
-    plan = group_plan("train", 3, world=False, gpus=0, ignore=True, url_outputs=OUT)
+    plan = group_plan("train", 3, world=False, gpus=0, ignore=True, url_outputs=OUTPUTS)
     driver = Driver(workflow(plan), behavior=behave)
     driver.settle()
     for _ in range(12):
@@ -322,7 +325,7 @@ def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
 
 
 def test_next_supervisor_repeats_unfinished_transfers() -> None:
-    driver = driver_of(url_inputs=IN, url_outputs=OUT)
+    driver = driver_of(url_inputs=INPUTS, url_outputs=OUTPUTS)
     end_transfer(driver, driver.transfers.begun[0], digest="d0", files=1)
     driver.restart()
     driver.settle()
@@ -341,10 +344,10 @@ def test_next_supervisor_repeats_unfinished_transfers() -> None:
     assert driver.record() == before
 
 
-@pytest.mark.parametrize("while_it", ["fetches", "writes"])
-def test_cancel_ends_the_group_and_its_transfers(while_it: str) -> None:
-    driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
-    if while_it == "writes":
+@pytest.mark.parametrize("phase", ["fetches", "writes"])
+def test_cancel_ends_the_group_and_its_transfers(phase: str) -> None:
+    driver = driver_of(url_inputs=INPUTS[:1], url_outputs=OUTPUTS)
+    if phase == "writes":
         end_transfer(driver, driver.transfers.begun[0], digest="d0")
         driver.advance(1.0)
     command = driver.transfers.begun[-1]
@@ -355,8 +358,8 @@ def test_cancel_ends_the_group_and_its_transfers(while_it: str) -> None:
     assert not is_needed(driver.record(), command)
 
 
-def test_cancel_abandons_the_write_even_if_the_lead_ended_its_group() -> None:
-    plan = group_plan("train", 2, world=False, gpus=0, url_outputs=OUT)
+def test_cancel_abandons_the_write_even_if_the_lead_has_ended_its_group() -> None:
+    plan = group_plan("train", 2, world=False, gpus=0, url_outputs=OUTPUTS)
     driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.settle()
     driver.advance(1.0)
@@ -372,8 +375,8 @@ def test_next_attempt_reuses_fetched_inputs() -> None:
     actions = ExitActions(reschedule=((3, 3),))
     driver = driver_of(
         behavior=Behavior(seconds=1, exit_code=3),
-        url_inputs=IN[:1],
-        url_outputs=OUT,
+        url_inputs=INPUTS[:1],
+        url_outputs=OUTPUTS,
         exit_actions=actions,
         retry=Retry(limit=1),
     )
@@ -385,11 +388,11 @@ def test_next_attempt_reuses_fetched_inputs() -> None:
 
 
 def test_progress_of_a_transfer_is_in_the_task() -> None:
-    driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
+    driver = driver_of(url_inputs=INPUTS[:1], url_outputs=OUTPUTS)
     for url in ("s3://b/in", "s3://b/out/w-1"):
         command = driver.transfers.begun[-1]
-        seen = TransferMoved(at=1.0, key=command.key, data=command.data, url=url, done=5, total=9, bytes_per_s=2.0)
-        driver.seen.append(seen)
+        moved = TransferMoved(at=1.0, key=command.key, data=command.data, url=url, done=5, total=9, bytes_per_s=2.0)
+        driver.observations.append(moved)
         driver.settle()
         group = driver.group()
         moving = group.current_transfer(group.tasks[0])
@@ -401,7 +404,7 @@ def test_progress_of_a_transfer_is_in_the_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "regex", "words"),
+    ("op", "regex", "message"),
     [
         ("fetch/0", "x", "no file at s3://b/in matches `x`: the directory of its input is empty"),
         ("fetch/0", "", "there is no file at s3://b/in: the directory of its input is empty"),
@@ -409,10 +412,10 @@ def test_progress_of_a_transfer_is_in_the_task() -> None:
         ("write/0", "x", "nothing is written to s3://b/in: no output file matches `x`"),
     ],
 )
-def test_transfer_without_files_is_reported(op: str, regex: str, words: str) -> None:
-    where = DataSpec(position=0, url="s3://b/in", regex=regex)
+def test_transfer_without_files_is_reported(op: str, regex: str, message: str) -> None:
+    data = DataSpec(position=0, url="s3://b/in", regex=regex)
     is_input = op.startswith("fetch")
-    driver = driver_of(url_inputs=(where,) if is_input else (), url_outputs=() if is_input else (where,))
+    driver = driver_of(url_inputs=(data,) if is_input else (), url_outputs=() if is_input else (data,))
     driver.advance(1.0)
     end_transfer(driver, driver.transfers.begun[0], digest="d")
-    assert any(event.text == f"t0: {words}" for event in driver.events)
+    assert any(event.text == f"t0: {message}" for event in driver.events)

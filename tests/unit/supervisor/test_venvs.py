@@ -1,4 +1,4 @@
-"""A gang's Python environment is built before the gang holds anything, and other gangs run meanwhile."""
+"""A gang's Python environment is built before the gang leases nodes, and other gangs run meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def built(driver: Driver) -> list[str]:
     return [event.details.node for event in driver.events if isinstance(event.details, VenvReady)]
 
 
-def test_each_node_builds_once_before_the_gang_holds_anything() -> None:
+def test_each_node_builds_once_before_the_gang_leases_nodes() -> None:
     driver = Driver(workflow(with_venv()))
     driver.backend.holds_builds = True
     driver.settle()
@@ -44,7 +44,7 @@ def test_each_node_builds_once_before_the_gang_holds_anything() -> None:
     assert len(driver.backend.builds) == 2
 
 
-def test_other_gangs_run_and_the_queue_timeout_stands_still_during_a_build() -> None:
+def test_other_gangs_run_during_a_build_and_it_does_not_count_towards_the_queue_timeout() -> None:
     driver = Driver(workflow(with_venv(queue_s=60.0)), workflow(group_plan(), uuid="u2"))
     driver.backend.holds_builds = True
     driver.settle()
@@ -84,7 +84,7 @@ def test_a_canceled_workflow_stops_its_builds() -> None:
     assert driver.backend.canceled_builds == driver.backend.builds
 
 
-def test_a_node_that_is_lost_during_a_build_is_replaced() -> None:
+def test_a_node_that_becomes_unreachable_during_a_build_is_replaced() -> None:
     driver = Driver(workflow(with_venv(tasks=1)), on=pool(node("n1"), node("n2")))
     driver.backend.holds_builds = True
     driver.settle()
@@ -98,7 +98,7 @@ def test_a_node_that_is_lost_during_a_build_is_replaced() -> None:
     assert driver.group().tasks[0].node == "n2"
 
 
-def test_the_next_supervisor_asks_for_the_builds_again() -> None:
+def test_the_next_supervisor_requests_the_builds_again() -> None:
     driver = Driver(workflow(with_venv(tasks=1)), behavior=lambda _: Behavior(seconds=1))
     driver.backend.holds_builds = True
     driver.settle()

@@ -56,12 +56,14 @@ def record_and_plan() -> tuple[WorkflowRecord, Plan]:
 
 
 @cache
-def body() -> str:
+def encoded_copy() -> str:
+    """An unsigned copy."""
     record, plan = record_and_plan()
     return encode(WorkflowCopy(record=record, plan=plan, template="t", spec="s", host="laptop")).decode()
 
 
-def with_writes(url: str, checkpoint: str = "") -> WorkflowCopy:
+def copy_with_output(url: str, checkpoint: str = "") -> WorkflowCopy:
+    """A copy whose tasks write an output to a URL, and optionally a checkpoint to another one."""
     record, plan = record_and_plan()
     points = (PlannedCheckpoint(place="files/m", shown="/m", url=checkpoint, every_s=60.0),) if checkpoint else ()
 
@@ -78,10 +80,10 @@ def test_signature_detects_every_change_of_a_record(tmp_path: Path) -> None:
     other.mkdir()
     with Store(tmp_path / "store") as store:
         record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
-        told = StoredWorkflow(record=record, plan=plan_of(record))
+        stored = StoredWorkflow(record=record, plan=plan_of(record))
         key = AttemptKey(workflow=record.uuid, group="training", attempt=0, task="master", node="n1")
         command = Prepare("lab", key)
-        text = encode_copy(told, command, store, "laptop", mine)
+        text = encode_copy(stored, command, store, "laptop", mine)
     copy, is_own = read_copy(text, mine)
     assert (copy.record, copy.host, is_own) == (record, "laptop", True)
     # A version without signatures can read the copy, and this version can read copies without a signature.
@@ -90,14 +92,16 @@ def test_signature_detects_every_change_of_a_record(tmp_path: Path) -> None:
     for changed in (unsigned, text.replace('"laptop"', '"l4ptop"'), text.replace('"mac":"', '"mac":"0')[:-3] + '"}'):
         assert read_copy(changed, mine)[1] is False
     assert read_copy(text, other)[1] is False
-    assert not list(other.iterdir()), "reading makes no key"
+    assert not list(other.iterdir()), "reading must not create a key"
     # The token of a gang, which its nodes have, is not a valid signing key.
     assert read_copy(text[:-66] + DIGEST + '"}', mine)[1] is False
 
 
-def at(where: str, value: object) -> Callable[[Any], None]:
+def put(path: str, value: object) -> Callable[[Any], None]:
+    """Return a function that puts a value at a path of a JSON document."""
+
     def change(document: Any) -> None:
-        *parents, last = where.split(".")
+        *parents, last = path.split(".")
         for part in parents:
             document = document[int(part) if part.isdigit() else part]
         document[int(last) if last.isdigit() else last] = value
@@ -108,67 +112,68 @@ def at(where: str, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     "change",
     [
-        at("record.uuid", "../../x"), at("record.id", "../x-7"), at("record.name", "a/b"), at("record.number", 10**30),
-        at("record.groups.0.name", ".."), at("record.groups.0.tasks.0.name", "../../.ssh"),
-        at("record.groups.0.tasks.0.attempt", -1), at("record.groups.0.earlier.0.name", "unplanned"),
-        at("record.groups.0.earlier.0.saved.digest", "../../.ssh/authorized_keys"),
-        at("record.groups.0.carried.0.digest", "/etc/passwd"), at("record.groups.0.checkpoints.0.digest", "x"),
-        at("record.groups.0.kept", {"uuid": "../x", "id": "x-1"}), at("record.groups", []),
-        at("plan.groups.0.launches.0.files.0.blob", "../authorized_keys"), at("plan.groups.0.launches.0.task", "a\0b"),
-        at("plan.groups", []), at("record.submitted_at", float("inf")), at("host", {"a": []}),
+        put("record.uuid", "../../x"), put("record.id", "../x-7"), put("record.name", "a/b"), put("record.number", 10**30),
+        put("record.groups.0.name", ".."), put("record.groups.0.tasks.0.name", "../../.ssh"),
+        put("record.groups.0.tasks.0.attempt", -1), put("record.groups.0.earlier.0.name", "unplanned"),
+        put("record.groups.0.earlier.0.saved.digest", "../../.ssh/authorized_keys"),
+        put("record.groups.0.carried.0.digest", "/etc/passwd"), put("record.groups.0.checkpoints.0.digest", "x"),
+        put("record.groups.0.kept", {"uuid": "../x", "id": "x-1"}), put("record.groups", []),
+        put("plan.groups.0.launches.0.files.0.blob", "../authorized_keys"), put("plan.groups.0.launches.0.task", "a\0b"),
+        put("plan.groups", []), put("record.submitted_at", float("inf")), put("host", {"a": []}),
     ],
 )  # fmt: skip
-def test_names_that_lead_to_other_paths_are_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
-    document = json.loads(body())
+def test_copy_with_unsafe_paths_or_invalid_values_is_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
+    document = json.loads(encoded_copy())
     change(document)
     with pytest.raises(StateError, match=r"workflow\.json on the node is not valid"):
         read_copy(json.dumps(document), tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"record":' * 50_000, "9" * 5000, "", "null", '{"a": "\ud800"}'])
-def test_invalid_record_is_refused(text: str, tmp_path: Path) -> None:
+def test_copy_that_cannot_be_decoded_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"workflow\.json on the node is not valid"):
         read_copy(text, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("url", "checkpoint", "here"),
+    ("url", "checkpoint", "is_local"),
     [
         ("file:///home/me", "", True), ("/home/me", "", True), ("sftp://host/home", "", True), ("", "", True),
         ("{{workflow_id}}:///x", "", True), ("s3://bucket/x", "", False), ("s3://bucket/x", "file:///x", True),
         ("s3://bucket/../x", "", True),
     ],
 )  # fmt: skip
-def test_urls_that_this_machine_writes_are_found(url: str, checkpoint: str, here: bool) -> None:
-    found, stores = output_urls(with_writes(url, checkpoint))
-    assert bool(found) is here
+def test_urls_that_this_machine_writes_are_found(url: str, checkpoint: str, is_local: bool) -> None:
+    found, stores = output_urls(copy_with_output(url, checkpoint))
+    assert bool(found) is is_local
     assert stores == (["s3://bucket/x"] if url == "s3://bucket/x" else [])
 
 
-def leaves(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value in a JSON document."""
     items = document.items() if isinstance(document, Mapping) else enumerate(document) if isinstance(document, list) else ()
     for key, value in items:
         yield (*path, key)
-        yield from leaves(value, (*path, key))
+        yield from paths_in(value, (*path, key))
 
 
-PATHS = sorted(leaves(json.loads(body())), key=str)
+PATHS = sorted(paths_in(json.loads(encoded_copy())), key=str)
 TEXTS = ["", "..", "../../x", "/etc", "a/b", "a\0", "\ud800", "x" * 5000]
 OTHERS: list[object] = [-1, 0, 10**18, 10**40, 1e300, True, None, {}, []]
 HOSTILE: st.SearchStrategy[object] = st.one_of(st.sampled_from([*TEXTS, *OTHERS]), st.text(max_size=8), st.integers())
 
 
 @given(changes=st.lists(st.tuples(st.sampled_from(PATHS), HOSTILE), min_size=1, max_size=4))
-def test_a_changed_record_is_refused_or_harmless(
+def test_a_changed_copy_is_refused_or_has_only_safe_names(
     changes: list[tuple[tuple[Any, ...], object]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    document = deepcopy(json.loads(body()))
+    document = deepcopy(json.loads(encoded_copy()))
     for path, value in changes:
         with suppress(KeyError, IndexError, TypeError):
-            place = document
+            parent = document
             for part in path[:-1]:
-                place = place[part]
-            place[path[-1]] = value
+                parent = parent[part]
+            parent[path[-1]] = value
     try:
         copy, is_own = read_copy(json.dumps(document), tmp_path_factory.getbasetemp())
     except StateError:
@@ -185,18 +190,18 @@ def test_a_changed_record_is_refused_or_harmless(
 
 
 def test_adopted_task_gets_its_start_time_when_its_unreachable_node_returns() -> None:
-    noted: list[WorkflowRecord] = []
+    records: list[WorkflowRecord] = []
 
     def behave(_: AttemptKey) -> Behavior:
-        noted.append(driver.record())
+        records.append(driver.record())
         return Behavior(seconds=60)
 
     driver = gangs.Driver(gangs.workflow(), behavior=behave)
     driver.settle()
-    copy = WorkflowCopy(record=noted[-1], plan=driver.workflows["u1"].plan, template="", spec="", host="theirs")
+    copy = WorkflowCopy(record=records[-1], plan=driver.workflows["u1"].plan, template="", spec="", host="theirs")
     driver.backend.cut("n2")
-    place = AdoptedAttempt(node="n1", phase="running", pid=1, started_at=driver.clock.now(), directory="/r/u1/train/t0/0")
-    rebuilt = rebuild(copy, {"u1/train/t0/0": place}, nodes=["n1", "n2"], now=driver.clock.now())
+    adopted = AdoptedAttempt(node="n1", phase="running", pid=1, started_at=driver.clock.now(), directory="/r/u1/train/t0/0")
+    rebuilt = rebuild(copy, {"u1/train/t0/0": adopted}, nodes=["n1", "n2"], now=driver.clock.now())
     driver.rewrite(rebuilt.record)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().task("t1").started_at) == (State.RUNNING, None)

@@ -1,4 +1,4 @@
-"""The processes of a test server."""
+"""The processes of an OpenSSH server for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of checkpoints, without torch."""
+"""Checkpoint directories: publishing, replacing, removing and checking them, without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distflow.train.checkpoints.manifest import (
 )
 
 
-def write(directory: Path, step: int, text: str = "weights") -> Path:
+def write_checkpoint(directory: Path, step: int, text: str = "weights") -> Path:
     folder = unfinished(directory, step)
     folder.mkdir(parents=True)
     (folder / "a.bin").write_text(text)
@@ -31,44 +31,44 @@ def write(directory: Path, step: int, text: str = "weights") -> Path:
     return publish(directory, Manifest(step=step, world_size=2, files=describe(folder, ["a.bin", "b.bin"])))
 
 
-def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
-    place = write(tmp_path, 12)
-    assert place == tmp_path / "step-12"
-    manifest = read_manifest(place)
+def test_a_published_checkpoint_has_no_problems(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 12)
+    assert folder == tmp_path / "step-12"
+    manifest = read_manifest(folder)
     assert (manifest.step, manifest.world_size, sorted(manifest.files)) == (12, 2, ["a.bin", "b.bin"])
-    assert find_problems(place, manifest, ["a.bin", "b.bin"]) == []
+    assert find_problems(folder, manifest, ["a.bin", "b.bin"]) == []
 
 
-def test_the_same_step_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path, 1, "old")
-    place = write(tmp_path, 1, "new")
-    assert (place / "a.bin").read_text() == "new"
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, "old")
+    folder = write_checkpoint(tmp_path, 1, "new")
+    assert (folder / "a.bin").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_one_that_is_replaced_is_there_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer is killed between the two names: the step is not lost, neither for a reader nor for the next writer."""
-    write(tmp_path, 1, "old")
+def test_a_checkpoint_whose_replacement_was_interrupted_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is killed when the old checkpoint is renamed and the new one is not yet."""
+    write_checkpoint(tmp_path, 1, "old")
     rename = Path.rename
 
-    def killed(path: Path, target: Path) -> Path:
+    def rename_until_killed(path: Path, target: Path) -> Path:
         if path.suffix == ".tmp":
             raise KeyboardInterrupt
         return rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
+        patch.setattr(Path, "rename", rename_until_killed)
         with pytest.raises(KeyboardInterrupt):
-            write(tmp_path, 1, "new")
+            write_checkpoint(tmp_path, 1, "new")
     assert found_steps(tmp_path) == []
     clear_unfinished(tmp_path)
     assert found_steps(tmp_path) == [1]
     assert (tmp_path / "step-1" / "a.bin").read_text() == "old"
 
 
-def test_steps_are_numbers_and_not_texts(tmp_path: Path) -> None:
+def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
     for step in (9, 100, 10):
-        write(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     (tmp_path / "step-11.tmp").mkdir()
     (tmp_path / "step-x").mkdir()
     assert found_steps(tmp_path) == [100, 10, 9]
@@ -77,26 +77,26 @@ def test_steps_are_numbers_and_not_texts(tmp_path: Path) -> None:
     assert found_steps(tmp_path / "nowhere") == []
 
 
-def test_only_older_ones_are_removed(tmp_path: Path) -> None:
-    """A newer one may be broken, and the run went on from an older one: what it has just written stays."""
+def test_prune_does_not_count_or_remove_newer_checkpoints(tmp_path: Path) -> None:
+    """If a newer checkpoint is damaged, a run continues from an older one. The checkpoint that it has just saved must stay."""
     for step in (1, 2, 3, 9):
-        write(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     prune(tmp_path, newest=3, keep=2)
     assert found_steps(tmp_path) == [9, 3, 2]
 
 
-def test_one_that_is_being_removed_is_not_there_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who removes it is killed in the middle: what is left is not taken for a checkpoint, and goes with the next save."""
+def test_a_partly_removed_checkpoint_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that removes it is killed halfway. The next save removes the remaining files."""
     for step in (1, 2):
-        write(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     unlink = os.unlink
 
-    def and_then_killed(*given: Any, **named: Any) -> None:
-        unlink(*given, **named)
+    def unlink_and_be_killed(*args: Any, **kwargs: Any) -> None:
+        unlink(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", and_then_killed)
+        patch.setattr(os, "unlink", unlink_and_be_killed)
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path, newest=2, keep=1)
     assert found_steps(tmp_path) == [2]
@@ -104,22 +104,22 @@ def test_one_that_is_being_removed_is_not_there_any_more(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
-def test_one_that_somebody_reads_while_it_is_removed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NFS a file that is open elsewhere on the machine gets another name in its directory, which then is not empty."""
+def test_a_checkpoint_that_cannot_be_removed_causes_only_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, a removed file that another process has open only gets another name, so its directory is not empty."""
     for step in (1, 2):
-        write(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     rmdir = os.rmdir
 
-    def opened(path: str, **named: Any) -> None:
+    def rmdir_with_an_open_file(path: str, **kwargs: Any) -> None:
         (tmp_path / path / ".nfs0001").touch()
-        rmdir(path, **named)
+        rmdir(path, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", opened)
+        patch.setattr(os, "rmdir", rmdir_with_an_open_file)
         with pytest.warns(UserWarning, match=r"step-1\.tmp could not be removed.*Directory not empty"):
             prune(tmp_path, newest=2, keep=1)
         with pytest.warns(UserWarning, match=r"step-2\.tmp could not be removed.*Directory not empty"):
-            write(tmp_path, 2, "new")
+            write_checkpoint(tmp_path, 2, "new")
         with pytest.warns(UserWarning, match="could not be removed"):
             clear_unfinished(tmp_path)
     assert found_steps(tmp_path) == [2]
@@ -129,22 +129,22 @@ def test_one_that_somebody_reads_while_it_is_removed_ends_no_training(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("damage", "problem"),
     [
         (lambda path: path.write_text("wieghts"), "the checksum of a.bin differs from the one in manifest.json"),
         (lambda path: path.write_text(""), "a.bin has 0 bytes, not 7"),
         (lambda path: path.unlink(), "a.bin: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, harm: object, said: str) -> None:
-    place = write(tmp_path, 1)
-    assert callable(harm)
-    harm(place / "a.bin")
-    assert find_problems(place, read_manifest(place), ["a.bin", "b.bin"]) == [said]
+def test_a_damaged_file_is_named(tmp_path: Path, damage: object, problem: str) -> None:
+    folder = write_checkpoint(tmp_path, 1)
+    assert callable(damage)
+    damage(folder / "a.bin")
+    assert find_problems(folder, read_manifest(folder), ["a.bin", "b.bin"]) == [problem]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"step": 1, "world_size": 1, "files": {"a": 1}}), "\x00"])
-def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(ValueError, match=r"."):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""Where a rank runs: read from a tree that looks like /sys and /proc of a machine with two GPUs."""
+"""The CPUs, threads and failures of a rank. Files like those in /sys and /proc describe a machine with two GPUs."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ def machine(tmp_path: Path) -> Path:
         ("", 0, None),
     ],
 )
-def test_a_rank_is_bound_to_the_node_of_the_gpu_it_sees(
+def test_a_rank_uses_the_cpus_near_its_visible_gpu(
     machine: Path, visible: str | None, local_rank: int, cpus: set[int] | None
 ) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert cpus_near_gpu(local_rank, environment, machine) == cpus
 
 
-def test_a_machine_that_does_not_say_binds_nothing(machine: Path, tmp_path: Path) -> None:
+def test_without_numa_information_a_rank_is_not_bound(machine: Path, tmp_path: Path) -> None:
     (machine / "sys/bus/pci/devices/0000:17:00.0/numa_node").write_text("-1\n")
     assert cpus_near_gpu(0, {}, machine) is None
     assert cpus_near_gpu(0, {}, tmp_path / "elsewhere") is None
 
 
-def test_cpu_lists_are_the_kernels() -> None:
+def test_cpu_lists_have_the_format_of_the_kernel() -> None:
     assert parse_cpus("0-2,7\n") == {0, 1, 2, 7}
     assert parse_cpus("") == set()
     with pytest.raises(ValueError, match="x"):
         parse_cpus("x")
 
 
-def test_ranks_share_the_cpus_that_may_be_used() -> None:
+def test_ranks_share_the_available_cpus() -> None:
     cpus = len(os.sched_getaffinity(0))
     assert threads_per_rank(1) == cpus
     assert threads_per_rank(cpus * 2) == 1
 
 
-def test_a_failure_is_known_at_exit_although_multiprocessing_catches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At exit, `distflow.train` must not leave the world then, because that may wait for the other ranks."""
+def test_a_failure_is_recorded_although_multiprocessing_catches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`distflow.train` must then not leave the process group at exit, because that may wait for the other ranks."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     error = ValueError("bad batch")

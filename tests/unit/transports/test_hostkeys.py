@@ -64,7 +64,7 @@ def test_entries_match_names(names: str, name: str, matches: bool) -> None:
     assert entry.is_for(name) is matches
 
 
-def test_a_hashed_name_as_openssh_writes_it() -> None:
+def test_a_hashed_name_of_openssh_matches() -> None:
     # ssh-keygen -H of `example.org`
     names = "|1|xBnBvprRsrBvczJ5afj/kteN2OM=|XOFoijMX7pKMBB6kgMpesbBIIDM="
     (entry,) = parse_known_hosts(line(names), "kh")
@@ -72,7 +72,7 @@ def test_a_hashed_name_as_openssh_writes_it() -> None:
     assert not entry.is_for("example.com")
 
 
-def test_results_of_checks() -> None:
+def test_a_key_is_known_unknown_changed_or_revoked() -> None:
     known = parse_known_hosts(line("gpu1") + line("gpu2", body=b"other") + line("gpu3") + line("*", marker="@revoked "), "kh")
     without_revoked = known[:-1]
     assert check_host_key(without_revoked, "gpu1", MINE).kind == "known"
@@ -134,7 +134,7 @@ def test_key_types_and_fingerprints() -> None:
     assert not fingerprint(MINE).endswith("=")
 
 
-def test_patterns() -> None:
+def test_lists_may_have_wildcards_and_negated_patterns() -> None:
     assert matches_list("gpu12", ["gpu*"])
     assert matches_list("gpu1", ["x", "gpu?"])
     assert not matches_list("gpu12", ["gpu?"])

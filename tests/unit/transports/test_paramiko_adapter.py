@@ -111,7 +111,7 @@ def test_errors_of_distflow_and_bugs_pass_through() -> None:
         assert caught.value is error
 
 
-def test_messages() -> None:
+def test_network_errors_are_explained() -> None:
     assert "nothing listens there" in str(explain("n", "p", ConnectionRefusedError(111, "")))
     assert "this name has no address" in str(explain("n", "p", socket.gaierror(socket.EAI_NONAME, "")))
     assert "cannot be looked up (try later)" in str(explain("n", "p", socket.gaierror(socket.EAI_AGAIN, "try later")))
@@ -120,7 +120,7 @@ def test_messages() -> None:
 
 
 class LoginServer:
-    """A connection that answers each try to log in, or ends."""
+    """A connection that gives the next answer to each attempt to log in, and ends after the last one."""
 
     def __init__(self, answers: list[Any]) -> None:
         self._answers = answers
@@ -141,21 +141,21 @@ class LoginServer:
 REFUSED = paramiko.AuthenticationException("Authentication failed.")
 ONLY_KEYS = paramiko.BadAuthenticationType("", ["publickey"])
 NO_KEYS = paramiko.BadAuthenticationType("", ["password"])
-FAR = "u@gpu1"
+ENDPOINT = "u@gpu1"
 
 
 def log_in(keys: int, answers: list[Any]) -> None:
-    """Try to log in at a server that gives these answers."""
+    """Log in with a number of keys to a server that gives these answers."""
     server: Any = LoginServer(list(answers))
     host: Any = resolve_hop(Hop(host="gpu1", user="u"), SshDestination(host="gpu1", config_file="none"))
     key: Any = object()
     keyring = _Keyring(identities=[_Identity(key, f"key {number}") for number in range(keys)])
-    with foreign_errors("gpu1", FAR, "logging in"):
-        _try_all("gpu1", server, host, keyring, FAR, Deadline(60.0))
+    with foreign_errors("gpu1", ENDPOINT, "logging in"):
+        _try_all("gpu1", server, host, keyring, ENDPOINT, Deadline(60.0))
 
 
 @pytest.mark.parametrize(
-    ("keys", "answers", "says", "hints"),
+    ("keys", "answers", "message", "hints"),
     [
         (1, [REFUSED, ONLY_KEYS, 0], "refused the key", ["key 0", "authorized_keys"]),
         (2, [REFUSED, REFUSED, ONLY_KEYS, 0], "refused all 2 keys", ["key 1", "authorized_keys"]),
@@ -175,23 +175,25 @@ def log_in(keys: int, answers: list[Any]) -> None:
         (2, [OSError("unsigned"), REFUSED, ONLY_KEYS, 0], "refused 1 of 2 keys", ["  key 1", "key 0 cannot be used: unsigned"]),
     ],
 )
-def test_a_refused_login_says_what_the_host_answered(keys: int, answers: list[Any], says: str, hints: list[str]) -> None:
+def test_the_message_for_a_refused_login_gives_the_reason(
+    keys: int, answers: list[Any], message: str, hints: list[str]
+) -> None:
     with pytest.raises(AuthenticationRefused) as caught:
         log_in(keys, answers)
-    assert says in caught.value.message
+    assert message in caught.value.message
     for hint in hints:
         assert hint in caught.value.hint
-    assert ("authorized_keys" in caught.value.hint) == caught.value.message.startswith(f"gpu1: {FAR} refused")
+    assert ("authorized_keys" in caught.value.hint) == caught.value.message.startswith(f"gpu1: {ENDPOINT} refused")
     assert "no key was found" not in caught.value.message
 
 
 @pytest.mark.parametrize("answers", [[ConnectionResetError(104, "reset")], [REFUSED, ConnectionResetError(104, "reset")]])
-def test_network_failure_during_the_login_is_not_a_refusal(answers: list[Any]) -> None:
-    with pytest.raises(NodeUnreachable, match=f"{FAR}: it reset the connection, while distflow was logging in") as caught:
+def test_a_network_failure_during_the_login_is_not_a_refusal(answers: list[Any]) -> None:
+    with pytest.raises(NodeUnreachable, match=f"{ENDPOINT}: it reset the connection, while distflow was logging in") as caught:
         log_in(1, answers)
     assert not isinstance(caught.value, AuthenticationRefused)
 
 
-def test_close_after_the_only_key_is_not_explained_by_too_many_keys() -> None:
-    with pytest.raises(AuthenticationRefused, match=rf"{FAR} closed the connection after the key\n"):
+def test_a_connection_closed_after_the_only_key_is_not_explained_by_too_many_keys() -> None:
+    with pytest.raises(AuthenticationRefused, match=rf"{ENDPOINT} closed the connection after the key\n"):
         log_in(1, [REFUSED])

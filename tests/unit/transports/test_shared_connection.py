@@ -1,4 +1,4 @@
-"""Tests of connections that several threads share."""
+"""Connections that several threads share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distflow.transports.shared_connection import SharedConnection
 _LIMIT_S = 30.0
 
 
-class _Slow:
-    """A connection that is made only when ``go`` is set, and that ignores that it is closed before."""
+class _SlowConnection:
+    """A connection that is made when ``go`` is set, even if it is closed before."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -30,7 +30,7 @@ class _Slow:
 
 
 def test_after_drop_a_new_attempt_starts_although_the_old_one_has_not_ended() -> None:
-    made = [_Slow(), _Slow()]
+    made = [_SlowConnection(), _SlowConnection()]
     connections = iter(made)
     shared = SharedConnection("n1", lambda: next(connections))
     with ThreadPoolExecutor(2) as pool:

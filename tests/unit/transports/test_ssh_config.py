@@ -1,4 +1,4 @@
-"""Host and user names that could reach a shell, and lists of algorithms. tests/integration/ssh tests the rest."""
+"""Names of hosts and users, lists of algorithms, and name look-ups. tests/integration/ssh tests the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_file_is_read_with_the_config_file_none() -> None:
     assert (found.hostname, found.port, found.identity_agent, found.has_own_identities) == ("GPU1", 7, None, False)
 
 
-def test_algorithms() -> None:
+def test_only_supported_algorithms_are_picked() -> None:
     known = ("a1", "a2", "b")
     assert pick_algorithms("", known) == known
     assert pick_algorithms("b,x,a1", known) == ("b", "a1")
@@ -59,7 +59,7 @@ def test_only_names_without_a_dns_entry_are_unknown(tmp_path: Path, monkeypatch:
     assert looked_up == {"127.0.0.1", "gone.example", "later", "gpu9"}
 
 
-def test_a_name_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_look_up_without_an_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: is_over.wait(60) and [])
     transport = load_ssh()("gpu1", SshDestination(host="gpu1.lab", user="u", config_file="none", connect_timeout_s=0.3))

@@ -1,4 +1,4 @@
-"""The line for a login shell passes the same arguments in every shell."""
+"""Command lines for a login shell: every shell passes the arguments unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = [
 def test_arguments_arrive_unchanged(shell: str) -> None:
     path = shutil.which(shell)
     if path is None:
-        pytest.skip(f"{shell} is not here")
+        pytest.skip(f"{shell} is not installed")
     command = [path, *(["sh"] if shell == "busybox" else []), "-c", remote_command(["printf", "%s\\0", *WORDS])]
     done = subprocess.run(command, capture_output=True, check=False, timeout=20)
     assert done.stdout.decode().split("\0")[:-1] == WORDS, done.stderr
@@ -53,7 +53,7 @@ def test_any_text_arrives_unchanged(words: list[str]) -> None:
     assert done.stdout.decode().split("\0")[:-1] == words
 
 
-def test_the_line_has_no_characters_that_are_special_in_a_shell() -> None:
+def test_the_command_line_has_no_characters_that_are_special_in_a_shell() -> None:
     line = remote_command(["python3", "-c", "\n".join(WORDS)], "mark")
     assert line.startswith('exec /bin/sh -c \'eval "$(printf %b "')
     assert line.count("'") == 2

@@ -1,4 +1,4 @@
-"""The all-reduce of ``pool check``, on nodes whose answers are those of local processes."""
+"""The all-reduce of ``pool check``, with local processes instead of nodes."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from distflow.pools.model import Node, Pool
 UUID = "0b51e6a25bd54f0c9c5e6d2f4e7b1a01"
 
 
-def answer(**changes: Any) -> dict[str, Any]:
+def report(**changes: Any) -> dict[str, Any]:
     attempt = {"attempt": f"{UUID}/g/t/0", "phase": "running", "pid": 7, "started_at": 1.5, "directory": "/r/x"} | changes
     return {"uuid": UUID, "memo": "", "attempts": [attempt]}
 
 
-def test_a_valid_answer() -> None:
-    (attempt,) = _workflow(answer(), None).attempts
+def test_a_valid_report_is_parsed() -> None:
+    (attempt,) = _workflow(report(), None).attempts
     assert (attempt.name, attempt.pid, attempt.started_at, attempt.directory) == (f"{UUID}/g/t/0", 7, 1.5, "/r/x")
 
 
@@ -39,10 +39,10 @@ def test_a_valid_answer() -> None:
 )  # fmt: skip
 def test_invalid_fields_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        _workflow(answer(**changes), None)
+        _workflow(report(**changes), None)
 
 
-def test_a_broken_connection_does_not_hide_what_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workflows_that_were_removed_before_the_connection_broke_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Link:
         def request(self, op: str, **fields: Any) -> dict[str, Any]:
             if op == "survey":
@@ -72,7 +72,7 @@ def test_errors_do_not_repeat_the_name_of_the_node(ask: Callable[..., Any], monk
     assert ask(Pool(name="p", backend="ssh", nodes=(node,)), node, **options.get(ask, {})).error == "connection refused"
 
 
-def test_unknown_fields_of_a_node_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_fields_in_the_answer_of_a_node_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"user": "u", "attempt": "w/g/t/0", "pid": None, "gpus": [0, 1], "ports": [], "cpus": 0, "memory": 0}
 
     class Link:

@@ -64,7 +64,7 @@ def node(name: str = "gpu1", *, gpus: int | None = None, **fields: Any) -> Measu
     return Measured(node=Node(name=name, host=name, root="~/.distflow", python="/v/python", gpus=gpus), **given)
 
 
-def alone(measured: Measured) -> list[tuple[str, str, str]]:
+def findings_of(measured: Measured) -> list[tuple[str, str, str]]:
     return [(finding.grade.value, finding.about, finding.message) for finding in judge_node(measured)]
 
 
@@ -74,8 +74,8 @@ def only_finding(measured: Measured) -> Finding:
 
 
 def test_a_healthy_node_has_no_findings() -> None:
-    assert alone(node()) == []
-    assert alone(replace(node(gpus=8), gpus=tuple(map(gpu, range(8))))) == []
+    assert findings_of(node()) == []
+    assert findings_of(replace(node(gpus=8), gpus=tuple(map(gpu, range(8))))) == []
     assert list(judge_nodes([node("gpu1"), node("gpu2")])) == []
 
 
@@ -117,7 +117,7 @@ def test_a_bootstrap_error_is_about_the_root_or_python(about: Literal["root", "p
     ],
 )
 def test_each_problem_is_one_finding(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:
-    ((grade, about, message),) = alone(node(probe=probe(**changes)))
+    ((grade, about, message),) = findings_of(node(probe=probe(**changes)))
     assert (grade, about) == expected[:2]
     assert message.startswith(expected[2])
 
@@ -135,7 +135,7 @@ def test_each_problem_is_one_finding(changes: dict[str, Any], expected: tuple[st
     ],
 )
 def test_harmless_settings_have_no_findings(changes: dict[str, Any]) -> None:
-    assert alone(node(probe=probe(**changes))) == []
+    assert findings_of(node(probe=probe(**changes))) == []
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_gpus_are_compared_with_the_configuration(
 ) -> None:
     torch = Torch(python="3.12.3", executable="/v/python", version="2.6.0", is_available=True, devices=found or 0)
     measured = replace(node(gpus=wanted, torch=torch), gpus=None if found is None else tuple(map(gpu, range(found))))
-    gpus = [(grade, message) for grade, about, message in alone(measured) if about == "gpus"]
+    gpus = [(grade, message) for grade, about, message in findings_of(measured) if about == "gpus"]
     assert len(gpus) == (expected is not None)
     if expected is not None:
         assert gpus[0][0] == expected[0]
@@ -197,10 +197,10 @@ def test_foreign_gpu_processes_are_a_warning_and_distflow_processes_a_note() -> 
         ({"devices": 1}, ("warning", "torch sees 1 of its 2 GPUs")),
     ],
 )
-def test_problems_of_torch(torch: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_problems_of_torch_are_warnings(torch: dict[str, Any], expected: tuple[str, str]) -> None:
     good = node().torch
     assert good is not None
-    ((grade, _, message),) = alone(replace(node(torch=replace(good, **torch)), gpus=(gpu(0), gpu(1))))
+    ((grade, _, message),) = findings_of(replace(node(torch=replace(good, **torch)), gpus=(gpu(0), gpu(1))))
     assert grade == expected[0]
     assert message.startswith(expected[1])
 
@@ -282,8 +282,8 @@ def test_a_node_that_cannot_build_its_python_environment_is_reported(
 ) -> None:
     venv = Requirements(file="r.txt", lines=("torch",))
     measured = node(probe={**probe(), "venv_tools": tools}, venv=venv, lacks_venv=lacks)
-    assert alone(measured) == found
-    assert alone(replace(measured, venv=None)) == []
+    assert findings_of(measured) == found
+    assert findings_of(replace(measured, venv=None)) == []
 
 
 def test_the_remedy_for_a_venv_without_torch_is_its_requirements_file() -> None:
@@ -327,13 +327,13 @@ def test_two_names_of_one_machine_are_a_note() -> None:
 
 
 def test_gpus_are_counted_by_their_devices_without_nvidia_smi() -> None:
-    assert alone(node(gpus=8, facts={"gpus": 8})) == []
-    assert alone(node(gpus=8, facts={"gpus": 7}))[0][0] == "error"
+    assert findings_of(node(gpus=8, facts={"gpus": 8})) == []
+    assert findings_of(node(gpus=8, facts={"gpus": 7}))[0][0] == "error"
 
 
 def test_check_capacity_false_skips_the_check_of_gpus() -> None:
     one = node(gpus=8, facts={"gpus": 0})
-    assert alone(replace(one, node=replace(one.node, check_capacity=False))) == []
+    assert findings_of(replace(one, node=replace(one.node, check_capacity=False))) == []
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_fewer_cpus_or_less_memory_than_configured_is_an_error(
 ) -> None:
     one = node("gpu1", facts={"cpus": 32, "memory": 62 * GIB})
     measured = replace(one, node=replace(one.node, **configured))  # type: ignore[arg-type]
-    assert alone(measured) == expected
+    assert findings_of(measured) == expected
     assert verdict([measured], []).can_run is (not expected)
 
 
@@ -389,7 +389,7 @@ def test_equal_findings_about_nodes_are_merged() -> None:
 # -- connections between nodes
 
 
-def tries(count: int, **failed: str) -> list[Pair]:
+def tried_pairs(count: int, **failed: str) -> list[Pair]:
     """All pairs of gpu1 … gpuN; ``g1_g2="timeout"`` sets the result of gpu1 → gpu2."""
     names = [f"gpu{i}" for i in range(1, count + 1)]
     return [
@@ -400,23 +400,23 @@ def tries(count: int, **failed: str) -> list[Pair]:
     ]
 
 
-def reached(count: int, **failed: str) -> list[tuple[tuple[str, ...], str]]:
+def connection_findings(count: int, **failed: str) -> list[tuple[tuple[str, ...], str]]:
     nodes = [node(f"gpu{i}") for i in range(1, count + 1)]
-    return [(finding.nodes, finding.message) for finding in judge_pairs(nodes, tries(count, **failed))]
+    return [(finding.nodes, finding.message) for finding in judge_pairs(nodes, tried_pairs(count, **failed))]
 
 
 def test_complete_connectivity_has_no_findings() -> None:
-    assert reached(4) == []
+    assert connection_findings(4) == []
 
 
 def test_a_failed_connection_names_both_nodes() -> None:
-    assert reached(3, g1_g2="refused") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: connection refused")]
-    assert reached(2, g1_g2="no_route") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: no route to host")]
+    assert connection_findings(3, g1_g2="refused") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: connection refused")]
+    assert connection_findings(2, g1_g2="no_route") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: no route to host")]
 
 
 def test_a_disconnected_node_has_two_findings_instead_of_six() -> None:
     failed = {f"g{i}_g4": "timeout" for i in (1, 2, 3)} | {f"g4_g{i}": "timeout" for i in (1, 2, 3)}
-    assert reached(4, **failed) == [
+    assert connection_findings(4, **failed) == [
         (("gpu4",), "it reaches none of the other nodes: no answer"),
         (("gpu4",), "no other node reaches it at 10.0.0.4: no answer"),
     ]
@@ -424,7 +424,7 @@ def test_a_disconnected_node_has_two_findings_instead_of_six() -> None:
 
 @pytest.mark.parametrize("kind", ["refused", "timeout", "no_route", "no_name", "stranger"])
 def test_every_kind_of_failure_has_a_message_and_a_remedy(kind: str) -> None:
-    (finding,) = judge_pairs([node("gpu1"), node("gpu2")], tries(2, g1_g2=kind))
+    (finding,) = judge_pairs([node("gpu1"), node("gpu2")], tried_pairs(2, g1_g2=kind))
     assert finding.grade is Grade.ERROR
     assert kind not in finding.message.split(": ")[1] or kind == "refused"
     assert "address" in finding.hint
@@ -442,7 +442,7 @@ def test_nodes_with_the_same_address_must_get_their_own() -> None:
 def test_the_summary_names_what_prevents_a_gang() -> None:
     good = [node("gpu1"), node("gpu2"), node("gpu3")]
     assert verdict(good[:1], []).text == "1 node can run a gang"
-    assert (verdict(good, tries(3)).text, verdict(good, tries(3)).can_run) == ("3 nodes can run a gang", True)
+    assert (verdict(good, tried_pairs(3)).text, verdict(good, tried_pairs(3)).can_run) == ("3 nodes can run a gang", True)
     without = [node(name, torch=Torch(python="3.12.4", executable="/v/python")) for name in ("gpu1", "gpu2")]
     assert verdict(without, []).can_run
     assert verdict(without, []).text.startswith(
@@ -451,7 +451,7 @@ def test_the_summary_names_what_prevents_a_gang() -> None:
     assert verdict([*without, good[2]], []).text == "3 nodes can run a gang"
     lost = node("gpu3", error=NodeUnreachable("gpu3", "gone"))
     assert verdict([*good[:2], lost], []).text == "a gang cannot run on all 3 nodes: gpu3 cannot take part"
-    both = verdict([*good[:2], lost], tries(2, g1_g2="timeout"))
+    both = verdict([*good[:2], lost], tried_pairs(2, g1_g2="timeout"))
     assert both.text == "a gang cannot run on all 3 nodes: gpu3 cannot take part, and gpu1, gpu2 do not all reach each other"
     assert verdict([good[0], lost], []).text == "a gang cannot run on both nodes: gpu3 cannot take part"
     assert verdict([lost], []).text == "nothing can run on this node: gpu3 cannot take part"
@@ -482,7 +482,7 @@ def test_the_output_of_the_python_probe_is_parsed() -> None:
         (1, "what?", ""),
     ],
 )
-def test_reasons_why_a_python_cannot_run_an_agent(code: int, version: str, trouble: str) -> None:
+def test_a_python_that_cannot_run_an_agent_has_a_reason(code: int, version: str, trouble: str) -> None:
     assert python_trouble(code, version) == trouble
 
 
@@ -508,8 +508,8 @@ def test_all_measurements_are_in_the_json_output() -> None:
 
     apps = (GpuApp(gpu_uuid="GPU-0", pid=1, name="x\x1b[31m", used_mib=None),)
     nodes = (replace(node(), gpus=(gpu(0), gpu(1)), apps=apps), node("gpu2", error=NodeUnreachable("gpu2", "gone\x1b[31m")))
-    found = verdict(nodes, tries(2))
-    checked = Checked(nodes=nodes, pairs=tuple(tries(2)))
+    found = verdict(nodes, tried_pairs(2))
+    checked = Checked(nodes=nodes, pairs=tuple(tried_pairs(2)))
     pool = Pool(name="lab", backend="ssh", nodes=tuple(one.node for one in nodes))
     answer = json.loads(json.dumps(check_json(pool, checked, found)))
     assert_documented(answer, "pool-check")
@@ -546,14 +546,14 @@ def test_problems_for_training_are_warnings(changes: dict[str, Any], about: str,
 
 
 def test_sufficient_resources_have_no_findings() -> None:
-    well = {
+    sufficient = {
         "memory": {"available_bytes": 60 * GIB, "total_bytes": 64 * GIB},
         "shm": {"free_bytes": 2 * GIB, "total_bytes": 2 * GIB},
         "limits": {"nofile": 1024, "nproc": 4096, "memlock": 1 << 26}, "has_rdma": False, "xids": [],
     }  # fmt: skip
-    assert not alone(node(probe=probe() | well))
+    assert not findings_of(node(probe=probe() | sufficient))
     unknown = {"memory": None, "shm": None, "limits": None, "xids": None}
-    assert not alone(node(probe=probe() | unknown))
+    assert not findings_of(node(probe=probe() | unknown))
 
 
 def test_a_gpu_with_memory_errors_is_named() -> None:
@@ -567,42 +567,42 @@ def test_a_failed_all_reduce_is_an_error_and_a_slow_one_a_warning() -> None:
     names = ("gpu1", "gpu2")
     fast = AllReduce(nodes=names, times=((1 << 20, 0.001),))
     assert fast.best == pytest.approx((1 << 20) / 0.001), "with two nodes, each link carries the data once"
-    assert verdict(nodes, tries(2), fast).can_run
-    assert verdict(nodes, tries(2), fast).findings == ()
-    slow = verdict(nodes, tries(2), AllReduce(nodes=names, times=((1 << 20, 1.0),)))
+    assert verdict(nodes, tried_pairs(2), fast).can_run
+    assert verdict(nodes, tried_pairs(2), fast).findings == ()
+    slow = verdict(nodes, tried_pairs(2), AllReduce(nodes=names, times=((1 << 20, 1.0),)))
     assert slow.can_run
     assert slow.findings[0].message == "an all-reduce reaches only 1.0 MB/s"
-    failed = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu2", "RuntimeError: Connection refused")))
+    failed = verdict(nodes, tried_pairs(2), AllReduce(nodes=names, failed=("gpu2", "RuntimeError: Connection refused")))
     assert not failed.can_run
     assert failed.text == "a gang cannot run on both nodes: an all-reduce between them failed"
     assert failed.findings[0].hint.startswith("training would fail too: check that all ports are open between the nodes")
     why = "it cannot open a port on 10.0.0.2: OSError: [Errno 99] Cannot assign requested address"
-    (foreign,) = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu1", why))).findings
+    (foreign,) = verdict(nodes, tried_pairs(2), AllReduce(nodes=names, failed=("gpu1", why))).findings
     assert foreign.hint == "training would fail too: set the node's `address` to one of its own addresses"
 
 
-def _holding(name: str, **found: Any) -> Measured:
-    seen = {"error": None, "files": 2, "bytes": 3 * GIB, "digest": "d1", "is_complete": True, **found}
-    return node(name, probe={**probe(), "paths": {"/data": seen}})
+def _node_with_path(name: str, **found: Any) -> Measured:
+    listing = {"error": None, "files": 2, "bytes": 3 * GIB, "digest": "d1", "is_complete": True, **found}
+    return node(name, probe={**probe(), "paths": {"/data": listing}})
 
 
 def test_missing_and_different_paths_are_reported() -> None:
-    alike = [_holding("gpu1"), _holding("gpu2")]
-    assert [*judge_node(alike[0]), *judge_nodes(alike)] == []
-    missing = _holding("gpu3", error="/data: No such file or directory")
+    equal = [_node_with_path("gpu1"), _node_with_path("gpu2")]
+    assert [*judge_node(equal[0]), *judge_nodes(equal)] == []
+    missing = _node_with_path("gpu3", error="/data: No such file or directory")
     (found,) = judge_node(missing)
     assert (found.grade, found.about, found.nodes) == (Grade.ERROR, "path", ("gpu3",))
     assert found.message == "/data cannot be read: /data: No such file or directory"
     # An unreadable path is reported once, and not compared.
-    assert list(judge_nodes([*alike, missing])) == []
-    (unlike,) = judge_nodes([*alike, _holding("gpu3", files=1, bytes=GIB, digest="d2")])
-    assert (unlike.grade, unlike.nodes) == (Grade.WARNING, ("gpu1", "gpu2", "gpu3"))
-    assert unlike.message == "/data has different contents: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
-    (unlike,) = judge_nodes([alike[0], _holding("gpu3", bytes=3 * GIB - 9, digest="d2")])
-    assert unlike.message.endswith(": 2 files, 3,221,225,472 bytes on gpu1; 2 files, 3,221,225,463 bytes on gpu3")
-    # As many files of the same total size, with other names.
-    (unlike,) = judge_nodes([*alike, _holding("gpu3", digest="d3")])
-    assert unlike.message.endswith("; 2 files, 3,221,225,472 bytes on gpu3; the names or sizes of files differ")
-    partial = [_holding(f"gpu{i}", is_complete=False, digest=None, files=i) for i in (1, 2)]
+    assert list(judge_nodes([*equal, missing])) == []
+    (different,) = judge_nodes([*equal, _node_with_path("gpu3", files=1, bytes=GIB, digest="d2")])
+    assert (different.grade, different.nodes) == (Grade.WARNING, ("gpu1", "gpu2", "gpu3"))
+    assert different.message == "/data has different contents: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
+    (different,) = judge_nodes([equal[0], _node_with_path("gpu3", bytes=3 * GIB - 9, digest="d2")])
+    assert different.message.endswith(": 2 files, 3,221,225,472 bytes on gpu1; 2 files, 3,221,225,463 bytes on gpu3")
+    # The same number of files and the same total size, but other names.
+    (different,) = judge_nodes([*equal, _node_with_path("gpu3", digest="d3")])
+    assert different.message.endswith("; 2 files, 3,221,225,472 bytes on gpu3; the names or sizes of files differ")
+    partial = [_node_with_path(f"gpu{i}", is_complete=False, digest=None, files=i) for i in (1, 2)]
     assert [one.grade for one in judge_node(partial[0])] == [Grade.NOTE]
-    assert list(judge_nodes([*partial, alike[0]])) == [], "numbers of a part say nothing about the contents"
+    assert list(judge_nodes([*partial, equal[0]])) == [], "incomplete listings are not compared"

@@ -1,4 +1,4 @@
-"""Arbitrary messages of a node: the connection ends in order, and accepted observations can be stored."""
+"""Arbitrary messages from a node: each is accepted, refused or ends the connection, and accepted observations can be stored."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class WireTransport:
 
 
 @pytest.fixture(autouse=True)
-def bugs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """Exceptions in callbacks. No message of a node may cause one, unless the test removes it."""
-    shown: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: shown.append(arguments.exc_value))
-    yield shown
-    assert shown == []
+def thread_exceptions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The uncaught exceptions of threads. The test fails if one remains: a test that causes one removes it."""
+    exceptions: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: exceptions.append(arguments.exc_value))
+    yield exceptions
+    assert exceptions == []
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -113,7 +113,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from paths(inner, (*at, key))
 
 
-def changed(message: Any, path: tuple[Any, ...], value: object) -> Any:
+def with_value(message: Any, path: tuple[Any, ...], value: object) -> Any:
     """Return the message with another value at a path; ``KeyError`` removes the value."""
     if not path:
         return value
@@ -135,20 +135,20 @@ def mutations(draw: st.DrawFn) -> tuple[str, Any]:
     message = entry["message"]
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(list(paths(message))))
-        message = changed(message, path, copy.deepcopy(draw(st.sampled_from([*HOSTILE, KeyError]))) if path else {})
+        message = with_value(message, path, copy.deepcopy(draw(st.sampled_from([*HOSTILE, KeyError]))) if path else {})
     return entry["op"], message
 
 
-class Observed:
+class ObservedConnection:
     """A connection to a node without a network, and its observations."""
 
     def __init__(self) -> None:
-        self.seen: list[Observation] = []
+        self.observations: list[Observation] = []
         wire = Wire()
         node = Node(name="n1", host="n1", root="~/distflow", python="python3")
         transport: Any = WireTransport(wire)
         self.connection = NodeConnection(
-            Pool(name="p", backend="ssh", nodes=(node,)), node, transport, self.seen.append, Mirror()
+            Pool(name="p", backend="ssh", nodes=(node,)), node, transport, self.observations.append, CheckingLogSink()
         )
         self.wire = wire
         for entry in CORPUS:
@@ -159,7 +159,7 @@ class Observed:
                 self.connection.watch(key)
 
 
-class Mirror:
+class CheckingLogSink:
     """A log sink that checks its arguments."""
 
     def reached(self, _key: object, kind: str) -> tuple[str, int]:
@@ -177,7 +177,7 @@ class Mirror:
         assert at == at  # noqa: PLR0124  not a NaN
 
 
-def linked(observed: Observed, closed: list[NodeUnreachable]) -> AgentLink:
+def open_link(observed: ObservedConnection, closed: list[NodeUnreachable]) -> AgentLink:
     link = AgentLink(
         observed.wire, "n1", ping_s=60, on_event=observed.connection._pushed, on_close=closed.append
     )  # fmt: skip
@@ -189,8 +189,8 @@ def linked(observed: Observed, closed: list[NodeUnreachable]) -> AgentLink:
 @given(mutations())
 def test_a_wrong_message_is_accepted_refused_or_ends_the_connection(mutation: tuple[str, Any]) -> None:
     op, message = mutation
-    observed, closed, answers = Observed(), list[NodeUnreachable](), list[object]()
-    link = linked(observed, closed)
+    observed, closed, answers = ObservedConnection(), list[NodeUnreachable](), list[object]()
+    link = open_link(observed, closed)
     keys = list(observed.connection._watched.values())
 
     def answered(answer: Any) -> None:
@@ -205,17 +205,17 @@ def test_a_wrong_message_is_accepted_refused_or_ends_the_connection(mutation: tu
     observed.wire.send(b"")
     link._reader.join(20)  # faster than polling, in a few hundred examples
     assert len(closed) == len(answers) == 1
-    for seen in observed.seen:
-        if isinstance(seen, Ended):
-            end = end_from(dict(seen.end), seen.at, seen.clock)
+    for observation in observed.observations:
+        if isinstance(observation, Ended):
+            end = end_from(dict(observation.end), observation.at, observation.clock)
             json.dumps([end.exit_code, end.message, end.error, end.kernel])
-            assert 0 <= end.ended_at <= seen.at
+            assert 0 <= end.ended_at <= observation.at
 
 
 @pytest.mark.parametrize("raw", RAW, ids=[str(raw[:40]) for raw in RAW])
 def test_a_malformed_message_ends_the_connection(raw: bytes) -> None:
-    observed, closed, answers = Observed(), list[NodeUnreachable](), list[object]()
-    link = linked(observed, closed)
+    observed, closed, answers = ObservedConnection(), list[NodeUnreachable](), list[object]()
+    link = open_link(observed, closed)
     link.send("hello", answers.append, watch=[])
     observed.wire.send(raw)
     wait_until(lambda: closed, 20, "on_close")
@@ -224,9 +224,9 @@ def test_a_malformed_message_ends_the_connection(raw: bytes) -> None:
     assert isinstance(answers[0], NodeUnreachable)
 
 
-def test_an_answer_that_its_callback_cannot_handle_fails_the_request(bugs: list[object]) -> None:
-    observed = Observed()
-    link = linked(observed, [])
+def test_an_answer_that_its_callback_cannot_handle_fails_the_request(thread_exceptions: list[object]) -> None:
+    observed = ObservedConnection()
+    link = open_link(observed, [])
     observed.wire.send(b'{"id": 2, "ok": true, "port": null}\n')
 
     def then(answer: dict[str, Any]) -> None:
@@ -234,11 +234,11 @@ def test_an_answer_that_its_callback_cannot_handle_fails_the_request(bugs: list[
 
     with pytest.raises(NodeUnreachable, match=r"a bug in distflow, .* `lease` could not be handled; the traceback is in"):
         link.request("lease", timeout_s=20, then=then)
-    assert isinstance(bugs.pop(), KeyError)
+    assert isinstance(thread_exceptions.pop(), KeyError)
     link.close()
 
 
-def test_an_event_that_cannot_be_handled_ends_the_connection(bugs: list[object]) -> None:
+def test_an_event_that_cannot_be_handled_ends_the_connection(thread_exceptions: list[object]) -> None:
     wire, closed = Wire(), list[NodeUnreachable]()
 
     def fails(_event: object) -> None:
@@ -248,7 +248,7 @@ def test_an_event_that_cannot_be_handled_ends_the_connection(bugs: list[object])
     wire.send(b'{"event": "eof", "stream": 1, "size": 0}\n')
     wait_until(lambda: closed, 20, "on_close")
     assert "a bug in distflow, please report it: the agent's event `eof` could not be handled" in closed[0].message
-    assert isinstance(bugs.pop(), RuntimeError)
+    assert isinstance(thread_exceptions.pop(), RuntimeError)
 
 
 @settings(max_examples=200, deadline=None)
@@ -331,7 +331,7 @@ def test_a_malformed_report_of_the_stub_is_an_error(content: bytes) -> None:
 @given(
     st.sampled_from(RAW) | st.sampled_from(HOSTILE).map(lambda value: json.dumps({"version": value, "devices": value}).encode())
 )
-def test_malformed_output_of_a_python_has_valid_types(content: bytes) -> None:
+def test_malformed_output_of_the_python_probe_is_parsed_to_valid_types(content: bytes) -> None:
     answer = {"exit_code": 0, "stdout": "@@distflow-python " + content.decode("utf-8", "replace"), "stderr": "", "seconds": 1.0}
     found = parse_python(answer)
     assert isinstance(found.python, str)

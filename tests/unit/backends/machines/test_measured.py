@@ -6,11 +6,11 @@ from distflow.backends.machines.checks.measured import Gpu, GpuApp, parse_apps, 
 
 # nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.total,memory.used,
 #   ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits
-EIGHT = "".join(f"{i}, GPU-5c1d2e3f-000{i}, NVIDIA H100 80GB HBM3, 550.54.15, 81559, {4 + i}, 0\n" for i in range(8))
+EIGHT_GPUS = "".join(f"{i}, GPU-5c1d2e3f-000{i}, NVIDIA H100 80GB HBM3, 550.54.15, 81559, {4 + i}, 0\n" for i in range(8))
 
 
-def test_every_gpu_is_a_line() -> None:
-    gpus = parse_gpus(EIGHT)
+def test_each_line_is_parsed_as_a_gpu() -> None:
+    gpus = parse_gpus(EIGHT_GPUS)
     assert len(gpus) == 8
     assert gpus[7] == Gpu(
         index=7,
@@ -28,10 +28,10 @@ def test_values_that_a_gpu_does_not_report_are_none() -> None:
     assert (gpu.name, gpu.driver, gpu.memory_mib, gpu.used_mib) == ("NVIDIA GB10", "580.82", None, None)
 
 
-def test_other_lines_are_ignored() -> None:
+def test_lines_without_a_gpu_are_ignored() -> None:
     text = (
         "WARNING: infoROM is corrupted at gpu 0000:3B:00.0\n"
-        + EIGHT
+        + EIGHT_GPUS
         + "No devices were found\n\n8, [Unknown Error], a, b, 1, 2, 3\n"
     )
     assert len(parse_gpus(text)) == 8

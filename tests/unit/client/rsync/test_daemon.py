@@ -1,4 +1,4 @@
-"""Background copies: the attempts that get them, and the times at which they are made."""
+"""Background copies: the attempts that get them, the times at which they are made, and their errors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from unit.state.stored import completed_group, running_group, submit, task, work
 
 
 @pytest.mark.parametrize("is_smaller", [False, True], ids=["whole", "smaller"])
-def test_task_that_ended_before_its_gang_is_copied_to_in_its_next_attempt(
+def test_a_task_that_ended_before_its_gang_gets_copies_again_in_its_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_smaller: bool
 ) -> None:
     directory = StateDirectory(tmp_path).ensure()
     running, failed = running_group(), task("worker", State.FAILED, reason=Reason.EXIT_CODE)
-    again = replace(running, attempt=2, tasks=tuple(replace(one, attempt=2) for one in running.tasks))
-    without = replace(again, attempt=1, tasks=(task("master", State.RUNNING, attempt=1),), left_out=("worker",))
-    story = [
+    next_attempt = replace(running, attempt=2, tasks=tuple(replace(one, attempt=2) for one in running.tasks))
+    smaller_attempt = replace(next_attempt, attempt=1, tasks=(task("master", State.RUNNING, attempt=1),), left_out=("worker",))
+    states = [
         replace(running, state=State.STOPPING, tasks=(task("master", State.STOPPING), failed)),
-        *([without] if is_smaller else []),
-        again,
+        *([smaller_attempt] if is_smaller else []),
+        next_attempt,
         completed_group(),
     ]
     with Store(directory.store) as store:
@@ -45,12 +45,12 @@ def test_task_that_ended_before_its_gang_is_copied_to_in_its_next_attempt(
     @contextmanager
     def store_with_next_state(*given: Any, **named: Any) -> Iterator[Store]:
         with Store(*given, **named) as store:
-            store.save([replace(record, groups=(story.pop(0),))], [])
+            store.save([replace(record, groups=(states.pop(0),))], [])
             yield store
 
     copied: list[int] = []
     monkeypatch.setattr(daemon, "Store", store_with_next_state)
-    monkeypatch.setattr(Daemon, "_copy", lambda _: copied.append(len(story)))
+    monkeypatch.setattr(Daemon, "_copy", lambda _: copied.append(len(states)))
     syncs = Syncs(directory.syncs)
     syncs.ensure()
     sync = Sync(
@@ -92,24 +92,24 @@ def test_every_kind_of_change_is_detected(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "one").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path)
-    seen = take_snapshot(str(tmp_path))
-    assert take_snapshot(str(tmp_path)) == seen
-    assert {os.path.relpath(path, tmp_path) for path in seen} == {".", "sub", "sub/one", "link"}
+    initial = take_snapshot(str(tmp_path))
+    assert take_snapshot(str(tmp_path)) == initial
+    assert {os.path.relpath(path, tmp_path) for path in initial} == {".", "sub", "sub/one", "link"}
     (tmp_path / "sub" / "one").write_text("12")
     grown = take_snapshot(str(tmp_path))
     (tmp_path / "sub" / "one").chmod(0o700)
-    runs = take_snapshot(str(tmp_path))
+    executable = take_snapshot(str(tmp_path))
     (tmp_path / "two").write_text("")
-    more = take_snapshot(str(tmp_path))
+    added = take_snapshot(str(tmp_path))
     (tmp_path / "sub" / "one").unlink()
-    less = take_snapshot(str(tmp_path))
-    steps = [seen, grown, runs, more, less]
-    assert all(before != after for before, after in itertools.pairwise(steps))
+    removed = take_snapshot(str(tmp_path))
+    snapshots = [initial, grown, executable, added, removed]
+    assert all(before != after for before, after in itertools.pairwise(snapshots))
     assert list(take_snapshot(str(tmp_path / "two"))) == [str(tmp_path / "two")]
     assert take_snapshot(str(tmp_path / "none")) == {}
 
 
-def test_copies_begin_at_first_after_changes_settle_and_at_intervals() -> None:
+def test_a_copy_is_due_at_the_start_after_changes_settle_and_at_intervals() -> None:
     schedule = CopySchedule(debounce_s=3, reconcile_s=100)
     schedule.add_snapshot({"file": (0, 0, 0)}, 0)
     assert schedule.is_due(0)

@@ -79,7 +79,7 @@ def test_the_quantities_of_a_quota_may_have_different_units(used: str, message: 
     assert message in _messages(_Api(resourcequotas=quota))
 
 
-def test_a_quota_for_other_objects_than_pods_delays_no_workflow() -> None:
+def test_a_quota_for_other_objects_than_pods_is_not_reported_as_used_up() -> None:
     pytest.importorskip("kubernetes")
     counts = {"services.loadbalancers": "0", "requests.storage": "0"}
     quota = {"metadata": {"name": "objects"}, "status": {"hard": counts, "used": counts}}
@@ -93,7 +93,7 @@ def test_the_python_of_a_pod_is_shown(written: str, shown: str) -> None:
     assert any(one.endswith(f"`python3` is Python {shown}") for one in _messages(_Api(pods=pod)))
 
 
-def test_a_pod_without_a_service_account_token_is_not_blamed_on_a_kubeconfig(
+def test_inside_a_pod_the_error_names_the_service_account_instead_of_the_kubeconfig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("kubernetes")

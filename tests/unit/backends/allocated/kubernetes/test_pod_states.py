@@ -133,7 +133,7 @@ def disrupted(reason: str) -> dict[str, Any]:
         (pod({"phase": "Failed", "reason": "Unheard"}), PodPhase.FAILED, Reason.START_ERROR, "Unheard"),
     ],
 )
-def test_states_of_pods(found: Pod, phase: PodPhase, reason: Reason | None, words: str) -> None:
+def test_each_state_of_a_pod_has_a_phase_and_a_reason(found: Pod, phase: PodPhase, reason: Reason | None, words: str) -> None:
     state = state_of(found)
     assert (state.phase, state.reason) == (phase, reason)
     assert words in state.message

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.allocated.engine import Allocation as Wanted
-from distflow.backends.allocated.engine import AllocationRequest, Over, RequestRefused
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, Over, RequestRefused
 from distflow.backends.allocated.ray.program import ClusterProgram, RayMissing
 from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.errors import NodeUnreachable
@@ -21,22 +20,25 @@ from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
 
 READY = json.dumps({"answer": {"ray": "2.60.0", "python": "3.11.7"}})
-Given = Callable[..., str]
+MakePython = Callable[..., str]
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Given:
-    """An interpreter that ignores its program, prints these lines, and then copies its input to ``asked`` unless ``ends``."""
+def python(tmp_path: Path) -> MakePython:
+    """Make an interpreter that prints the lines instead of running its program.
 
-    def made(*lines: str, ends: bool = False) -> str:
-        (tmp_path / "asked").touch()
+    It then fails (``ends``), or copies its input to the file ``input``.
+    """
+
+    def make(*lines: str, ends: bool = False) -> str:
+        (tmp_path / "input").touch()
         (tmp_path / "lines").write_text("".join(f"{line}\n" for line in lines))
         path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\ncat {tmp_path}/lines\n{'echo it failed >&2' if ends else f'exec cat >{tmp_path}/asked'}\n")
+        path.write_text(f"#!/bin/sh\ncat {tmp_path}/lines\n{'echo it failed >&2' if ends else f'exec cat >{tmp_path}/input'}\n")
         path.chmod(0o755)
         return str(path)
 
-    return made
+    return make
 
 
 def program(python: str) -> ClusterProgram:
@@ -61,7 +63,7 @@ def engine(python: str) -> RayEngine:
         ("{}", "head: Ray failed to answer `nodes`: no reason"),
     ],
 )
-def test_a_wrong_answer_is_an_error_without_control_characters(python: Given, line: str, message: str) -> None:
+def test_a_wrong_answer_is_an_error_without_control_characters(python: MakePython, line: str, message: str) -> None:
     one = program(python(READY, line))
     with pytest.raises(NodeUnreachable) as caught:
         one.ask("nodes")
@@ -70,7 +72,7 @@ def test_a_wrong_answer_is_an_error_without_control_characters(python: Given, li
     assert caught.value.message.isprintable()
 
 
-def test_a_refusal_is_final(python: Given) -> None:
+def test_a_refused_request_raises_request_refused(python: MakePython) -> None:
     one = program(python(READY, '{"kind": "refused", "error": "ValueError: bundles must not be empty"}'))
     with pytest.raises(RequestRefused, match="bundles must not be empty"):
         one.ask("request")
@@ -87,11 +89,11 @@ def test_a_refusal_is_final(python: Given) -> None:
     ],
 )
 def test_a_program_that_does_not_start_reports_the_reason(
-    python: Given, given: tuple[list[str], bool], kind: type[NodeUnreachable], message: str
+    python: MakePython, given: tuple[list[str], bool], kind: type[NodeUnreachable], message: str
 ) -> None:
     lines, ends = given
     one = program(python(*lines, ends=ends))
-    for _ in range(2):  # it is started again
+    for _ in range(2):  # the second request starts it again
         with pytest.raises(kind, match=message):
             one.ask("nodes")
     one.close()
@@ -105,28 +107,28 @@ def test_an_interpreter_that_does_not_exist_is_named() -> None:
 @pytest.mark.parametrize(
     "answer", [1, None, [], {}, {"states": []}, {"states": {"abc": 1}, "nodes": []}, {"states": {"abc": {}}}]
 )
-def test_malformed_states_are_an_error(python: Given, answer: Any) -> None:
+def test_malformed_states_are_an_error(python: MakePython, answer: Any) -> None:
     one = engine(python(READY, json.dumps({"answer": answer})))
     with pytest.raises(NodeUnreachable, match="cannot read Ray"):
         one.states({"abc": ("a",)})
     one.close()
 
 
-def test_other_malformed_answers_are_errors(python: Given) -> None:
-    wanted = AllocationRequest(allocation=Wanted(workflow="u", group="g", attempt=0), label="w/g", nodes=())
-    asks: tuple[Callable[[RayEngine], Any], ...] = (
-        lambda one: one.request(wanted),
+def test_other_malformed_answers_are_errors(python: MakePython) -> None:
+    request = AllocationRequest(allocation=Allocation(workflow="u", group="g", attempt=0), label="w/g", nodes=())
+    operations: tuple[Callable[[RayEngine], Any], ...] = (
+        lambda one: one.request(request),
         lambda one: one.allocations(),
         lambda one: one.check(),
     )
-    for ask in asks:
+    for ask in operations:
         one = engine(python(READY, '{"answer": 5}'))
         with pytest.raises(NodeUnreachable, match="cannot read Ray"):
             ask(one)
         one.close()
 
 
-def test_the_end_of_an_allocation_is_the_reason_that_a_node_is_not_reached(python: Given) -> None:
+def test_connecting_to_a_node_of_an_ended_allocation_reports_its_end(python: MakePython) -> None:
     one = engine(python(READY, '{"answer": {"states": {"abc": null}, "nodes": []}}', '{"answer": null}'))
     with pytest.raises(NodeUnreachable) as caught:
         one.transport("abc", "gpu1_0").open(["true"])
@@ -134,18 +136,18 @@ def test_the_end_of_an_allocation_is_the_reason_that_a_node_is_not_reached(pytho
     one.close()
 
 
-def test_an_ended_allocation_is_released_again_after_a_failed_release(python: Given, tmp_path: Path) -> None:
+def test_an_ended_allocation_is_released_again_after_a_failed_release(python: MakePython, tmp_path: Path) -> None:
     ended = '{"answer": {"states": {"abc": null}, "nodes": []}}'
     one = engine(python(READY, ended, '{"kind": "failed", "error": "gone"}', '{"answer": {}}'))
     with pytest.raises(NodeUnreachable, match="gone"):
         one.states({"abc": ("a",)})
     assert isinstance(one.states({"abc": ("a",)})["abc"], Over)
-    one.states({"abc": ("a",)})  # asks for nothing, and no further answer exists
-    wait_until(lambda: (tmp_path / "asked").read_text().count('{"do": "release", "with": {"ids": ["abc"]}}') == 2, 20)
+    one.states({"abc": ("a",)})  # sends no request: the program has no further answer
+    wait_until(lambda: (tmp_path / "input").read_text().count('{"do": "release", "with": {"ids": ["abc"]}}') == 2, 20)
     one.close()
 
 
-REFUSES = """
+REFUSING_PROGRAM = """
 from distflow.backends.allocated.ray import cluster_program
 
 class Cluster:
@@ -163,8 +165,8 @@ cluster_program.main("auto")
 """
 
 
-def test_a_refusal_has_only_the_words_of_ray() -> None:
-    child = subprocess.Popen([sys.executable, "-c", REFUSES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def test_a_refusal_has_only_the_message_of_ray() -> None:
+    child = subprocess.Popen([sys.executable, "-c", REFUSING_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdin is not None
         assert child.stdout is not None

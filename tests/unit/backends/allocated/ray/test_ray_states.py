@@ -35,21 +35,21 @@ ENDPOINT = {"address": "10.0.0.1", "port": 4242, "token": "ab" * 32}
 
 
 def actor(index: int, state: str = "ALIVE", cause: Any = None, ended: float = 0, **changes: Any) -> dict[str, Any]:
-    named = {"name": f"distflow:u/g/0/{index}@abc", "index": index, "node": f"id{index + 1}", "endpoint": ENDPOINT}
-    return named | {"state": state, "cause": cause, "ended": ended} | changes
+    fields = {"name": f"distflow:u/g/0/{index}@abc", "index": index, "node": f"id{index + 1}", "endpoint": ENDPOINT}
+    return fields | {"state": state, "cause": cause, "ended": ended} | changes
 
 
-def found(state: str = "CREATED", scheduling: str = "FINISHED", actors: Any = None) -> dict[str, Any]:
+def group_report(state: str = "CREATED", scheduling: str = "FINISHED", actors: Any = None) -> dict[str, Any]:
     bundles = [{"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0}]
     actors = [actor(0), actor(1)] if actors is None else actors
     return {"state": state, "scheduling": scheduling, "strategy": "STRICT_SPREAD", "bundles": bundles, "actors": actors}
 
 
-def state_of(given: Any) -> AllocationState:
-    return parse_allocation(given, NODES, ("master", "worker"), "abc")[0]
+def state_of(report: Any) -> AllocationState:
+    return parse_allocation(report, NODES, ("master", "worker"), "abc")[0]
 
 
-def died(reason: str = "", kind: str = "actor_died_error_context", node: str = "", message: str = "") -> dict[str, str]:
+def death(reason: str = "", kind: str = "actor_died_error_context", node: str = "", message: str = "") -> dict[str, str]:
     return {"kind": kind, "reason": reason, "node": node, "message": message}
 
 
@@ -64,77 +64,77 @@ def test_all_states_and_reasons_of_ray_are_known() -> None:
 
 
 def test_a_placement_group_is_granted_when_all_actors_answer() -> None:
-    state, endpoints = parse_allocation(found(), NODES, ("master", "worker"), "abc")
+    state, endpoints = parse_allocation(group_report(), NODES, ("master", "worker"), "abc")
     assert state == Granted(hosts={"master": "n1", "worker": "n2"})
     assert endpoints["n2"] == Endpoint(address="10.0.0.1", port=4242, token="ab" * 32)
     for actors in ([actor(0)], [actor(0), actor(1, endpoint=None)], [actor(0), actor(1, "PENDING_CREATION")]):
-        assert isinstance(state_of(found(actors=actors)), Queued)
+        assert isinstance(state_of(group_report(actors=actors)), Queued)
 
 
-@pytest.mark.parametrize("state", [*GROUP_STATES, "SOMETHING_NEW"])
-@pytest.mark.parametrize("one", [*ACTOR_STATES, "SOMETHING_NEW"])
-def test_every_state_has_a_meaning(state: str, one: str) -> None:
-    given = state_of(found(state, actors=[actor(0), actor(1, one)]))
-    if state == "REMOVED":
-        assert isinstance(given, Over)
-        assert (given.reason, given.may_be_late) == (Reason.CANCELED, True)
-    elif one == "DEAD":
-        assert isinstance(given, Over)
+@pytest.mark.parametrize("group_state", [*GROUP_STATES, "SOMETHING_NEW"])
+@pytest.mark.parametrize("actor_state", [*ACTOR_STATES, "SOMETHING_NEW"])
+def test_every_state_has_a_meaning(group_state: str, actor_state: str) -> None:
+    state = state_of(group_report(group_state, actors=[actor(0), actor(1, actor_state)]))
+    if group_state == "REMOVED":
+        assert isinstance(state, Over)
+        assert (state.reason, state.may_be_late) == (Reason.CANCELED, True)
+    elif actor_state == "DEAD":
+        assert isinstance(state, Over)
     else:
-        assert isinstance(given, Granted if (state, one) == ("CREATED", "ALIVE") else Queued)
+        assert isinstance(state, Granted if (group_state, actor_state) == ("CREATED", "ALIVE") else Queued)
 
 
 @pytest.mark.parametrize("word", [*SCHEDULING, "SOMETHING_NEW"])
 def test_the_reason_for_waiting_contains_the_resources(word: str) -> None:
-    given = state_of(found("PENDING", word))
-    assert isinstance(given, Queued)
+    state = state_of(group_report("PENDING", word))
+    assert isinstance(state, Queued)
     numbers = "requested with STRICT_SPREAD: 2 × 1 CPU, 2 GPU; free: n1 6 of 8 CPU, 0 of 2 GPU; n2 6 of 8 CPU, 0 of 2 GPU"
-    assert given.why == f"{SCHEDULING.get(word, 'waits')} ({word}); {numbers}"
+    assert state.why == f"{SCHEDULING.get(word, 'waits')} ({word}); {numbers}"
 
 
 @pytest.mark.parametrize(
     ("cause", "reason", "text"),
     [
-        (died("NODE_DIED"), Reason.NODE_LOST, "task worker on n2: its Ray node died"),
-        (died("WORKER_DIED", message="a\nexit code 1"), Reason.NODE_LOST, "its actor's process ended (exit code 1)"),
-        (died("RAY_KILL"), Reason.CANCELED, "was killed with `ray.kill`"),
-        (died("NODE_DIED", node="AUTOSCALER_DRAIN_PREEMPTED"), Reason.PREEMPTED, "its Ray node was preempted"),
-        (died(kind="oom_context"), Reason.OOM_KILLED, "out of memory"),
-        (died("WORKER_DIED", message="because its placement group is removed"), Reason.CANCELED, "group abc was removed"),
-        (died(kind="creation_task_failure_context", message="OSError: no"), Reason.START_ERROR, "could not start (OSError"),
-        (died("SOMETHING_NEW"), Reason.NODE_LOST, "its actor ended"),
+        (death("NODE_DIED"), Reason.NODE_LOST, "task worker on n2: its Ray node died"),
+        (death("WORKER_DIED", message="a\nexit code 1"), Reason.NODE_LOST, "its actor's process ended (exit code 1)"),
+        (death("RAY_KILL"), Reason.CANCELED, "was killed with `ray.kill`"),
+        (death("NODE_DIED", node="AUTOSCALER_DRAIN_PREEMPTED"), Reason.PREEMPTED, "its Ray node was preempted"),
+        (death(kind="oom_context"), Reason.OOM_KILLED, "out of memory"),
+        (death("WORKER_DIED", message="because its placement group is removed"), Reason.CANCELED, "group abc was removed"),
+        (death(kind="creation_task_failure_context", message="OSError: no"), Reason.START_ERROR, "could not start (OSError"),
+        (death("SOMETHING_NEW"), Reason.NODE_LOST, "its actor ended"),
         (None, Reason.NODE_LOST, "its actor ended"),
     ],
 )  # fmt: skip
 def test_every_death_has_a_reason(cause: Any, reason: Reason, text: str) -> None:
-    given = state_of(found(actors=[actor(0), actor(1, "DEAD", cause, 5)]))
-    assert isinstance(given, Over)
-    assert given.reason is reason
-    assert text in given.message
-    assert given.is_failure is (reason is Reason.START_ERROR)
+    state = state_of(group_report(actors=[actor(0), actor(1, "DEAD", cause, 5)]))
+    assert isinstance(state, Over)
+    assert state.reason is reason
+    assert text in state.message
+    assert state.is_failure is (reason is Reason.START_ERROR)
 
 
 def test_a_lost_node_explains_earlier_deaths_of_actors() -> None:
-    actors = [actor(0, "DEAD", died("WORKER_DIED"), 5), actor(1, "DEAD", died("NODE_DIED"), 6)]
-    given = state_of(found("RESCHEDULING", actors=actors))
-    assert isinstance(given, Over)
-    assert (given.reason, given.hosts) == (Reason.NODE_LOST, ("n2",))
-    assert "task worker" in given.message
+    actors = [actor(0, "DEAD", death("WORKER_DIED"), 5), actor(1, "DEAD", death("NODE_DIED"), 6)]
+    state = state_of(group_report("RESCHEDULING", actors=actors))
+    assert isinstance(state, Over)
+    assert (state.reason, state.hosts) == (Reason.NODE_LOST, ("n2",))
+    assert "task worker" in state.message
 
 
-def test_all_hosts_on_a_lost_node_are_named_as_its_allocation_names_them() -> None:
-    dead = {"cause": died("NODE_DIED"), "state": "DEAD", "ended": 5}
-    given = parse_allocation(
-        found(actors=[actor(0), actor(1, node="id1") | dead]), [NODES[0] | {"name": "n 1"}], ("master", "worker"), "abc"
+def test_the_hosts_on_a_lost_node_have_the_names_of_the_allocation() -> None:
+    dead = {"cause": death("NODE_DIED"), "state": "DEAD", "ended": 5}
+    state = parse_allocation(
+        group_report(actors=[actor(0), actor(1, node="id1") | dead]), [NODES[0] | {"name": "n 1"}], ("master", "worker"), "abc"
     )[0]
-    assert isinstance(given, Over)
-    assert given.hosts == ("n-1", "n-1+2")
+    assert isinstance(state, Over)
+    assert state.hosts == ("n-1", "n-1+2")
 
 
 def test_an_unknown_placement_group_is_lost() -> None:
-    given = state_of(None)
-    assert isinstance(given, Over)
-    assert given.reason is Reason.NODE_LOST
+    state = state_of(None)
+    assert isinstance(state, Over)
+    assert state.reason is Reason.NODE_LOST
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_an_unknown_placement_group_is_lost() -> None:
 )
 def test_a_malformed_endpoint_is_an_error(endpoint: dict[str, Any]) -> None:
     with pytest.raises((ValueError, KeyError)):
-        state_of(found(actors=[actor(0), actor(1, endpoint=endpoint)]))
+        state_of(group_report(actors=[actor(0), actor(1, endpoint=endpoint)]))
 
 
 def test_tasks_on_one_node_have_different_host_names() -> None:
@@ -158,8 +158,8 @@ def test_tasks_on_one_node_have_different_host_names() -> None:
 
 def test_a_bundle_has_the_resources_of_task_and_platform() -> None:
     settings = RaySettings(platforms={"h100": RayPlatform(resources={"accelerator_type:H100": 0.001})})
-    asked = NodeRequest(task="a", gpus=2, memory=1 << 30, platform="h100")
-    assert bundle_of("ray", settings, asked) == {"CPU": 1, "GPU": 2, "memory": 1 << 30, "accelerator_type:H100": 0.001}
+    request = NodeRequest(task="a", gpus=2, memory=1 << 30, platform="h100")
+    assert bundle_of("ray", settings, request) == {"CPU": 1, "GPU": 2, "memory": 1 << 30, "accelerator_type:H100": 0.001}
     assert bundle_of("ray", settings, NodeRequest(task="a", cpus=4)) == {"CPU": 4}
     with pytest.raises(RequestRefused, match="pool ray has no platform `h10`"):
         bundle_of("ray", settings, NodeRequest(task="a", platform="h10"))

@@ -12,7 +12,7 @@ from distflow.transports.local import LocalTransport
 
 
 class JobTransport(LocalTransport):
-    """A login inside of a job of Slurm, whose user has settings for commands."""
+    """A transport whose commands run with the variables of a Slurm job and the user's settings of Slurm's commands."""
 
     variables = (
         "SLURM_JOB_ID=5", "SLURM_NTASKS=3", "SQUEUE_FORMAT=%u", "SQUEUE_STATES=PD", "SBATCH_WAIT=1", "SBATCH_ACCOUNT=lab",

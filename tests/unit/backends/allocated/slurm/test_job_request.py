@@ -39,7 +39,7 @@ def pool_of(slurm: str) -> Pool:
     ]
 
 
-def wanted(*nodes: NodeRequest, time_limit_s: float | None = None) -> AllocationRequest:
+def request_for(*nodes: NodeRequest, time_limit_s: float | None = None) -> AllocationRequest:
     return AllocationRequest(
         allocation=Allocation(workflow="7278eb", group="train", attempt=2),
         label="lm-3/train",
@@ -53,30 +53,30 @@ def workers(count: int, **shape: object) -> list[NodeRequest]:
 
 
 CASES = {
-    "smallest": ("slurm: {}", wanted(NodeRequest(task="main"))),
+    "smallest": ("slurm: {}", request_for(NodeRequest(task="main"))),
     "gang": (
         (
             "slurm: {partition: gpu, account: lab, qos: high, constraint: 'h100&ib', reservation: week, exclusive: true, "
             "time: 8h, gres: 'gpu:h100', extra: [--licenses=matlab, '-x n7', '--mail-user=a b']}"
         ),
-        wanted(*workers(4, gpus=8, cpus=96, memory=500 * GI + 1, excluded=("n3", "n9"))),
+        request_for(*workers(4, gpus=8, cpus=96, memory=500 * GI + 1, excluded=("n3", "n9"))),
     ),
-    "limit_of_the_spec": ("slurm: {time: 8h}", wanted(*workers(2, gpus=1), time_limit_s=601)),
+    "limit_of_the_spec": ("slurm: {time: 8h}", request_for(*workers(2, gpus=1), time_limit_s=601)),
     "platform": (
         "slurm: {partition: gpu, gres: 'gpu:a100'}, platforms: {h100: {partition: big, constraint: h100, gres: 'gpu:h100'}}",
-        wanted(*workers(2, gpus=8, platform="h100")),
+        request_for(*workers(2, gpus=8, platform="h100")),
     ),
     "gpus_per_task": (
         "slurm: {gpu_option: gpus-per-task}, platforms: {h100: {gres: 'gpu:h100'}}",
-        wanted(*workers(2, gpus=4), NodeRequest(task="large", gpus=8, platform="h100")),
+        request_for(*workers(2, gpus=4), NodeRequest(task="large", gpus=8, platform="h100")),
     ),
     "image": (
         "root: /scratch/a b, slurm: {container: pyxis}",
-        wanted(*workers(2, gpus=8, image="nvcr.io/nvidia/pytorch:24.03-py3", mounts=("/data", "/a's:/b"))),
+        request_for(*workers(2, gpus=8, image="nvcr.io/nvidia/pytorch:24.03-py3", mounts=("/data", "/a's:/b"))),
     ),
     "heterogeneous": (
         "slurm: {account: lab}, platforms: {cpu: {partition: cpu}}",
-        wanted(NodeRequest(task="master", cpus=4, platform="cpu"), *workers(2, gpus=8, memory=64 * GI)),
+        request_for(NodeRequest(task="master", cpus=4, platform="cpu"), *workers(2, gpus=8, memory=64 * GI)),
     ),
 }
 
@@ -102,7 +102,7 @@ def test_the_command_matches_the_golden_file(name: str) -> None:
 
 
 def test_a_label_cannot_change_the_command() -> None:
-    request = wanted(NodeRequest(task="t"))
+    request = request_for(NodeRequest(task="t"))
     bad = AllocationRequest(allocation=request.allocation, label="x\n--wrap=evil\x1b[0m", nodes=request.nodes)
     assert "--job-name=x --wrap=evil" in sbatch_arguments(pool_of("slurm: {}"), bad, [request.nodes])
 
@@ -123,18 +123,18 @@ def test_without_heterogeneous_jobs_all_nodes_have_the_largest_shape() -> None:
 
 
 def test_images_need_pyxis_and_must_be_equal() -> None:
-    mixed = wanted(*workers(1, image="a"), *workers(1))
+    mixed = request_for(*workers(1, image="a"), *workers(1))
     for pool in (pool_of("slurm: {}"), pool_of("container: apptainer, slurm: {container: pyxis}")):
         assert container_options(pool, mixed) == ()
-    assert container_options(pool_of("slurm: {container: pyxis}"), wanted(*workers(2))) == ()
+    assert container_options(pool_of("slurm: {container: pyxis}"), request_for(*workers(2))) == ()
     with pytest.raises(RequestRefused, match="only some tasks of group `train` have an `image`, but one `srun` starts them"):
         container_options(pool_of("slurm: {container: pyxis}"), mixed)
     with pytest.raises(RequestRefused, match="the tasks of group `train` have different images, but one `srun` starts them"):
-        container_options(pool_of("slurm: {container: pyxis}"), wanted(*workers(1, image="a"), *workers(1, image="b")))
+        container_options(pool_of("slurm: {container: pyxis}"), request_for(*workers(1, image="a"), *workers(1, image="b")))
 
 
 def test_a_platform_must_be_known() -> None:
-    request = wanted(*workers(1, platform="h10"))
+    request = request_for(*workers(1, platform="h10"))
     with pytest.raises(RequestRefused, match="pool cluster has no platform `h10`") as caught:
         sbatch_arguments(pool_of("platforms: {h100: {}}"), request, [request.nodes])
     assert caught.value.hint.startswith("did you mean `h100`?")
@@ -143,7 +143,7 @@ def test_a_platform_must_be_known() -> None:
     assert caught.value.hint == "add for example `platforms: {h10: {constraint: h10}}` to the pool"
 
 
-def answered(text: str) -> Completed:
+def failed_with(text: str) -> Completed:
     return Completed(exit_code=1, stdout=b"", stderr=text.encode())
 
 
@@ -154,7 +154,7 @@ POLICY = FAILED + "Job violates accounting/QOS policy (job submit limit, user's 
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        # Recorded on 22.05.
+        # Recorded on Slurm 22.05.
         (f"sbatch: error: invalid partition specified: nope\n{FAILED}Invalid partition name specified\n", "slurm.partition"),
         (f"{FAILED}Invalid generic resource (gres) specification\n", "slurm.gres"),
         (f"{FAILED}Requested node configuration is not available\n", "request less"),
@@ -176,9 +176,9 @@ POLICY = FAILED + "Job violates accounting/QOS policy (job submit limit, user's 
     ],
 )
 def test_final_refusals_quote_slurm_and_have_a_remedy(text: str, hint: str) -> None:
-    assert not is_temporary(answered(text))
-    assert not lacks_het_jobs(answered(text))
-    error = refusal(answered(text))
+    assert not is_temporary(failed_with(text))
+    assert not lacks_het_jobs(failed_with(text))
+    error = refusal(failed_with(text))
     assert error.message.startswith("Slurm refused the job: ")
     assert text.split("\n", maxsplit=1)[0].removeprefix("sbatch: ").removeprefix("error: ")[:40] in error.message
     assert hint in error.hint
@@ -199,12 +199,12 @@ def test_final_refusals_quote_slurm_and_have_a_remedy(text: str, hint: str) -> N
         POLICY,
     ],
 )
-def test_temporary_refusals(text: str) -> None:
-    assert is_temporary(answered(text))
+def test_temporary_refusals_are_recognized(text: str) -> None:
+    assert is_temporary(failed_with(text))
 
 
 def test_a_cluster_without_heterogeneous_jobs_is_recognized() -> None:
-    assert lacks_het_jobs(answered(f"{FAILED}Requested operation not supported on this system\n"))  # 22.05, sched/builtin
+    assert lacks_het_jobs(failed_with(f"{FAILED}Requested operation not supported on this system\n"))  # 22.05, sched/builtin
 
 
 @pytest.mark.parametrize(
@@ -244,4 +244,4 @@ def test_the_script_runs_where_its_root_cannot_be_created(tmp_path: Path) -> Non
         ["sh"], input=script, env={"SLURM_JOB_ID": "7", "PATH": os.environ["PATH"]}, capture_output=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
-    assert Path("/dev/null").is_char_device()
+    assert Path("/dev/null").is_char_device()  # the script did not replace or remove it

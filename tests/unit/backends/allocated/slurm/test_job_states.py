@@ -26,8 +26,7 @@ from distflow.lifecycle.states import Reason
 CORPORA = Path(__file__).parents[4] / "corpora"
 # The states that the manual page of squeue lists (22.05 and 25.05).
 STATES = (CORPORA / "slurm_states.txt").read_text().split()
-
-# The reasons of its section "Job reason codes", without those of ended jobs.
+# The reasons in its section "Job reason codes", without those of ended jobs.
 REASONS = (CORPORA / "slurm_reasons.txt").read_text().split()
 
 
@@ -36,7 +35,7 @@ def test_every_state_of_slurm_is_known() -> None:
     assert {state for state, phase in PHASES.items() if phase is JobPhase.OVER} == set(ENDS)
 
 
-def test_an_unknown_state_waits() -> None:
+def test_a_job_in_an_unknown_state_counts_as_queued() -> None:
     assert phase_of("DREAMING") is JobPhase.QUEUED
     assert state_text("DREAMING") == "waits (DREAMING)"
 
@@ -68,7 +67,7 @@ def test_every_reason_has_a_text_that_contains_it() -> None:
         ("", "waits"),
     ],
 )
-def test_reasons_for_waiting(reason: str, text: str) -> None:
+def test_the_reason_for_waiting_is_explained(reason: str, text: str) -> None:
     assert pending_text(reason).startswith(text)
 
 
@@ -82,7 +81,7 @@ RECORDED = (
 )
 
 
-def test_the_output_of_squeue_is_parsed_with_any_texts() -> None:
+def test_the_output_of_squeue_is_parsed_if_comments_have_any_text() -> None:
     assert squeue_format(SEPARATOR) == "<T>%i<T>%A<T>%T<T>%S<T>%N<T>%r<T>%k<T>"
     jobs = jobs_of(RECORDED, SEPARATOR)
     assert list(jobs) == ["14", "18"]
@@ -108,7 +107,7 @@ def test_malformed_output_is_an_error(text: str) -> None:
 
 
 # Recorded from scontrol of 22.05, shortened; `FailedNode` is from newer versions.
-SHOWN = (
+SCONTROL_OUTPUT = (
     "JobId={job} JobName=sbatch UserId=root(0) JobState={state} Reason={reason} Dependency=(null) Requeue=0 "
     "ExitCode={code} RunTime=00:00:00 TimeLimit=00:01:00 TimeMin=N/A NodeList=n[1-2] BatchHost=n1 {more} Power= \n"
 )
@@ -118,58 +117,60 @@ def component(state: str, hosts: str = "n[1-2]", offset: int = 0) -> Component:
     return Component(job="5", offset=offset, number="5", state=state, starts_at=None, hosts=hosts, reason="None", comment="")
 
 
-def over(
+def ended(
     state: str, *, reason: str = "None", code: str = "0:0", more: str = "", accounting: str = "", by: str = "", log: str = ""
 ) -> AllocationState | None:
-    shown = SHOWN.format(job=5, state=state, reason=reason, code=code, more=more)
-    return JobEnd(shown, accounting, by, log).state_of("5", [component(state)], {"n2", "n7"})
+    output = SCONTROL_OUTPUT.format(job=5, state=state, reason=reason, code=code, more=more)
+    return JobEnd(output, accounting, by, log).state_of("5", [component(state)], {"n2", "n7"})
 
 
 @pytest.mark.parametrize("state", ENDS)
-def test_every_end_has_a_sentence(state: str) -> None:
-    found = over(state)
+def test_every_end_has_a_message(state: str) -> None:
+    found = ended(state)
     assert isinstance(found, Over)
     assert found.reason is ENDS[state][0]
     assert found.message.startswith(f"Slurm job 5 {ENDS[state][1]}")
 
 
 def test_messages_about_ends_name_the_causes() -> None:
-    assert over("TIMEOUT", reason="TimeLimit") == Over(
+    assert ended("TIMEOUT", reason="TimeLimit") == Over(
         reason=Reason.EXEC_TIMEOUT, message="Slurm job 5 reached its time limit of 60 s"
     )
-    assert over("CANCELLED", accounting="CANCELLED by 1000|0:0|n1", by="alice\x1b[0m") == Over(
+    accounting = "CANCELLED by 1000|0:0|n1"  # codespell:ignore
+    assert ended("CANCELLED", accounting=accounting, by="alice\x1b[0m") == Over(  # codespell:ignore
         reason=Reason.CANCELED, message="Slurm job 5 was canceled by alice with `scancel`"
     )
-    assert over("NODE_FAIL") == Over(reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n2)", hosts=("n2",))
-    assert over("NODE_FAIL", more="FailedNode=n1") == Over(
+    assert ended("NODE_FAIL") == Over(reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n2)", hosts=("n2",))
+    assert ended("NODE_FAIL", more="FailedNode=n1") == Over(
         reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n1)", hosts=("n1",)
     )
-    assert over("FAILED", reason="NonZeroExitCode", code="127:0", log="srun: error: execve(): /no/python\n\n") == Over(
+    assert ended("FAILED", reason="NonZeroExitCode", code="127:0", log="srun: error: execve(): /no/python\n\n") == Over(
         reason=None, message="Slurm job 5 failed with exit code 127: srun: error: execve(): /no/python", is_failure=True
     )
     log = "srun: Job step aborted\nslurmstepd-n2: error: StepId=5.0 exceeded memory limit (7 > 3), being killed\n"
-    assert over("FAILED", reason="NonZeroExitCode", code="137:0", log=log) == Over(
+    assert ended("FAILED", reason="NonZeroExitCode", code="137:0", log=log) == Over(
         reason=Reason.OOM_KILLED, message="Slurm job 5 used more memory than it requested on n2", hosts=("n2",)
     )
-    assert over("FAILED", code="1:0", log="srun: error: n1: task 0: Out Of Memory\n") == Over(
+    assert ended("FAILED", code="1:0", log="srun: error: n1: task 0: Out Of Memory\n") == Over(
         reason=Reason.OOM_KILLED, message="Slurm job 5 used more memory than it requested on n1", hosts=("n1",)
     )
     log = "srun: error: Unable to create step for job 5: Job/step already completing or completed\n"
-    found = over("FAILED", code="1:0", log=log)
+    found = ended("FAILED", code="1:0", log=log)
     assert isinstance(found, Over)
     assert not found.is_failure
     log = "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n"
     for granted, is_failure in (("gpu:h100:0", False), ("gpu:h100:4", True)):
-        found = over("FAILED", code="1:0", more=f"JOB_GRES={granted}   Nodes=n[1-2] GRES= MinCPUsNode=1", log=log)
+        found = ended("FAILED", code="1:0", more=f"JOB_GRES={granted}   Nodes=n[1-2] GRES= MinCPUsNode=1", log=log)
         assert isinstance(found, Over)
         assert found.is_failure == is_failure
-    assert over("FAILED", reason="BadConstraints", code="0:1") == Over(
+    assert ended("FAILED", reason="BadConstraints", code="0:1") == Over(
         reason=None, message="Slurm job 5 failed by signal 1 (BadConstraints)", is_failure=True
     )
 
 
 def test_the_most_severe_component_explains_a_heterogeneous_job() -> None:
-    found = JobEnd("", "", "", "").state_of("5", [component("CANCELLED", "n1"), component("NODE_FAIL", "n2", 1)], {"n2"})
+    components = [component("CANCELLED", "n1"), component("NODE_FAIL", "n2", 1)]  # codespell:ignore
+    found = JobEnd("", "", "", "").state_of("5", components, {"n2"})
     assert found == Over(reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n2)", hosts=("n2",))
 
 
@@ -183,11 +184,11 @@ def test_a_job_that_slurm_has_forgotten_is_over() -> None:
 
 
 def test_a_job_that_was_submitted_after_the_query_waits() -> None:
-    shown = SHOWN.format(job=5, state="PENDING", reason="None", code="0:0", more="")
-    assert isinstance(JobEnd(shown, "", "", "").state_of("5", [], ()), Queued)
+    output = SCONTROL_OUTPUT.format(job=5, state="PENDING", reason="None", code="0:0", more="")
+    assert isinstance(JobEnd(output, "", "", "").state_of("5", [], ()), Queued)
 
 
-def test_the_node_of_a_job_without_memory_is_known_although_its_message_comes_late(
+def test_the_node_of_an_out_of_memory_job_is_known_if_its_message_comes_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, scontrol = tmp_path / "distflow-job-7.log", tmp_path / "scontrol"
