@@ -259,7 +259,7 @@ def read_stacks(
     pool = client.store.pool(record.uuid)
     inspected = [
         InspectedTask(
-            task=one.name,
+            name=one.name,
             group=group,
             attempt=attempt_name(record.uuid, group, one.name, one.attempt),
             node=pool.node(one.node or ""),

@@ -155,7 +155,7 @@ def apply_checkpoint(
     group: GroupRecord,
     task: TaskRecord,
     checkpoint: CheckpointRef,
-    seen: Collected | CollectFailed,
+    observation: Collected | CollectFailed,
 ) -> tuple[GroupRecord, list[EventRecord]]:
     """Return the group after a checkpoint was saved or failed, and the events that report it.
 
@@ -167,16 +167,21 @@ def apply_checkpoint(
     is_being_sent = task.attempt < group.attempt and group.state is State.INITIALIZING  # to the next attempt
     if is_being_written or is_being_sent or known.attempt > task.attempt:
         return group, []  # a duplicate, or a report from a node that was given up
-    taken = replace(known, attempt=task.attempt, at=seen.at, is_last=checkpoint.is_last, error="")
+    taken = replace(known, attempt=task.attempt, at=observation.at, is_last=checkpoint.is_last, error="")
     details: list[EventDetails] = []
-    if isinstance(seen, CollectFailed):
-        taken, details = replace(taken, error=seen.message), [CheckpointFailed(is_taken=False, error=seen.message)]
-    elif seen.digest and (seen.digest != known.digest or known.error):  # after an error, it may be missing at its URL
+    if isinstance(observation, CollectFailed):
+        taken, details = (
+            replace(taken, error=observation.message),
+            [CheckpointFailed(is_taken=False, error=observation.message)],
+        )
+    elif observation.digest and (
+        observation.digest != known.digest or known.error
+    ):  # after an error, it may be missing at its URL
         is_shared = plan.launch(task.name).checkpoints[number].is_shared
-        taken = replace(taken, digest=seen.digest, size=seen.size, is_new=not is_shared)
-        if seen.left_out:
-            details = [CheckpointFilesLeftOut(files=seen.left_out)]
-    return group.with_checkpoint(taken), [_event(record, group, taken, seen.at, one) for one in details]
+        taken = replace(taken, digest=observation.digest, size=observation.size, is_new=not is_shared)
+        if observation.left_out:
+            details = [CheckpointFilesLeftOut(files=observation.left_out)]
+    return group.with_checkpoint(taken), [_event(record, group, taken, observation.at, one) for one in details]
 
 
 def transfer_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Transfer:
@@ -191,24 +196,28 @@ def transfer_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Tr
             return _store_transfer(group, record, command)
 
 
-def apply_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
+def apply_transfer(
+    record: WorkflowRecord, observation: TransferMoved | TransferEnded
+) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after progress or the end of a transfer, and the events that report it."""
-    if seen.data.kind is not DataKind.STORE:
-        return apply_data(record, seen)
-    return _apply_stored(record, seen) if isinstance(seen, TransferEnded) else (record, [])
+    if observation.data.kind is not DataKind.STORE:
+        return apply_data(record, observation)
+    return _apply_stored(record, observation) if isinstance(observation, TransferEnded) else (record, [])
 
 
-def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
+def _apply_stored(record: WorkflowRecord, observation: TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after a checkpoint was written to its URL or could not be written."""
-    group = record.group(seen.key.group)
-    known = group.checkpoint(seen.key.task, seen.data.number)
-    if known is None or not known.is_new or known.attempt != seen.key.attempt:
+    group = record.group(observation.key.group)
+    known = group.checkpoint(observation.key.task, observation.data.number)
+    if known is None or not known.is_new or known.attempt != observation.key.attempt:
         return record, []
-    stored = replace(known, at=seen.at, is_new=False, error=seen.outcome.error)
-    details: EventDetails = CheckpointWritten(url=seen.url, files=seen.outcome.files, size=seen.outcome.content)
+    stored = replace(known, at=observation.at, is_new=False, error=observation.outcome.error)
+    details: EventDetails = CheckpointWritten(
+        url=observation.url, files=observation.outcome.files, size=observation.outcome.content
+    )
     if stored.error:
         details = CheckpointFailed(is_taken=True, error=stored.error)
-    return record.with_group(group.with_checkpoint(stored)), [_event(record, group, stored, seen.at, details)]
+    return record.with_group(group.with_checkpoint(stored)), [_event(record, group, stored, observation.at, details)]
 
 
 def _planned_checkpoints(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:

@@ -199,24 +199,26 @@ def answerable(key: AttemptKey) -> tuple[CommandId, ...]:
 
 
 def answered(
-    seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
+    observation: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
 ) -> tuple[CommandId, ...]:
     """Return the identities of the commands that this observation answers.
 
     A report of an attempt's status answers the attempt's ``Prepare``, ``Start``, ``Stop`` and ``Release``.
     """
-    match seen:
+    match observation:
         case Leased() | LeaseRefused():
-            gang = AttemptKey(workflow=seen.workflow, group=seen.group, task="", attempt=seen.attempt, node="")
+            gang = AttemptKey(
+                workflow=observation.workflow, group=observation.group, task="", attempt=observation.attempt, node=""
+            )
             return (CommandId.of(Lease, gang),)
         case VenvBuilt() | VenvFailed():
-            return (CommandId.of(BuildVenv, seen.key),)
+            return (CommandId.of(BuildVenv, observation.key),)
         case TransferEnded():
-            return (CommandId.of(TransferData, seen.key, seen.data),)
+            return (CommandId.of(TransferData, observation.key, observation.data),)
         case Collected() | CollectFailed() | CollectUnanswered():
-            if seen.checkpoint is None:
-                return (CommandId.of(CollectOutput, seen.key),)
-            return (CommandId.of(PackCheckpoint, seen.key, seen.checkpoint.number),)
+            if observation.checkpoint is None:
+                return (CommandId.of(CollectOutput, observation.key),)
+            return (CommandId.of(PackCheckpoint, observation.key, observation.checkpoint.number),)
         case (
             LeaseWaits()
             | LogComplete()
@@ -232,4 +234,4 @@ def answered(
             Prepared() | PrepareFailed() | InputNotFetched() | Started() | StopAccepted() | Ended() | Released() | Absent()
             | Unanswered()
         ):  # fmt: skip
-            return answerable(seen.key)
+            return answerable(observation.key)

@@ -177,9 +177,9 @@ class Supervisor:
         self.in_flight: dict[CommandId, Command] = {}
         """Commands that were given and are not answered yet."""
 
-    def report(self, seen: Input) -> None:
+    def report(self, observation: Input) -> None:
         """Queue an observation, from any thread."""
-        self._inbox.put(seen)
+        self._inbox.put(observation)
 
     def wake(self) -> None:
         """Report a change of the store, from any thread."""
@@ -233,13 +233,13 @@ class Supervisor:
         events: list[EventRecord] = []
         # The wake-up of another process may have been lost, for example if the socket was removed.
         reload = self._store.has_news()
-        for seen in batch:
-            if isinstance(seen, Wake):
+        for observation in batch:
+            if isinstance(observation, Wake):
                 reload = True
-            elif isinstance(seen, NodeUp | NodeDown):
-                self._apply_node(seen, changed, events)
+            elif isinstance(observation, NodeUp | NodeDown):
+                self._apply_node(observation, changed, events)
             else:
-                self._apply(seen, changed, events)
+                self._apply(observation, changed, events)
         if changed or events:
             self._store.save(changed.values(), events)
         if reload:
@@ -247,23 +247,23 @@ class Supervisor:
 
     def _apply(
         self,
-        seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
+        observation: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
         changed: dict[str, WorkflowRecord],
         events: list[EventRecord],
     ) -> None:
-        for identity in answered(seen):
+        for identity in answered(observation):
             self.in_flight.pop(identity, None)
-        uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused | LeaseWaits) else seen.key.workflow
+        uuid = observation.workflow if isinstance(observation, Leased | LeaseRefused | LeaseWaits) else observation.key.workflow
         workflow = self._workflows.get(uuid)
-        new_archives = arrived_archives(seen)
+        new_archives = arrived_archives(observation)
         if workflow is None:
             self._unneeded |= new_archives  # they were in transit when their workflow ended
-        if workflow is None or isinstance(seen, Unanswered | CollectUnanswered):
+        if workflow is None or isinstance(observation, Unanswered | CollectUnanswered):
             return
-        if isinstance(seen, TransferMoved | TransferEnded):
-            record, new_events = apply_transfer(workflow.record, seen)
+        if isinstance(observation, TransferMoved | TransferEnded):
+            record, new_events = apply_transfer(workflow.record, observation)
         else:
-            record, new_events = apply_observation(workflow.record, workflow.plan, seen)
+            record, new_events = apply_observation(workflow.record, workflow.plan, observation)
         events += new_events
         if new_archives:
             # A checkpoint replaced an earlier one, or no group needs the new archive.
@@ -272,21 +272,23 @@ class Supervisor:
             changed[uuid] = record
             self._workflows[uuid] = replace(workflow, record=record)
 
-    def _apply_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[EventRecord]) -> None:
-        place = (seen.pool, seen.node)
-        view = self._nodes.get(place) or self._view(seen.pool, seen.node)
-        self._nodes = {**self._nodes, place: update_node_view(view, seen)}
-        if isinstance(seen, NodeDown):
-            is_news = view.up or view.error != seen.error
+    def _apply_node(
+        self, observation: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[EventRecord]
+    ) -> None:
+        place = (observation.pool, observation.node)
+        view = self._nodes.get(place) or self._view(observation.pool, observation.node)
+        self._nodes = {**self._nodes, place: update_node_view(view, observation)}
+        if isinstance(observation, NodeDown):
+            is_news = view.up or view.error != observation.error
             for identity, command in list(self.in_flight.items()):
-                if command.pool == seen.pool and command.key.node == seen.node:
+                if command.pool == observation.pool and command.key.node == observation.node:
                     del self.in_flight[identity]
         else:
             is_news = not view.up and bool(view.error)
         if is_news:
-            self._log(event_text(node_details(seen), group=None, task=None))
+            self._log(event_text(node_details(observation), group=None, task=None))
         for uuid, workflow in self._workflows.items():
-            record, new_events = apply_node_observation(workflow.record, seen)
+            record, new_events = apply_node_observation(workflow.record, observation)
             events += new_events
             if record is not workflow.record:
                 changed[uuid] = record
@@ -361,7 +363,7 @@ class Supervisor:
         key = record.pool_key
         if key not in self._backends:
             pool = self._store.pool(record.uuid)
-            self._backends[key] = self._open_backend(pool, lambda seen: self.report(_with_key(seen, key)))
+            self._backends[key] = self._open_backend(pool, lambda observation: self.report(_with_key(observation, key)))
             self._pools = {**self._pools, key: pool}
             self._nodes = {**self._nodes, **{(key, node.name): self._view(key, node.name) for node in pool.nodes}}
             self._backends[key].connect(pool.nodes)
@@ -522,9 +524,9 @@ class Supervisor:
                 self._nodes = {place: view for place, view in self._nodes.items() if place not in gone}
 
 
-def _with_key(seen: Observation, pool_key: str) -> Observation:
+def _with_key(observation: Observation, pool_key: str) -> Observation:
     """Return an observation from a backend, which knows only the name of its pool, with the key of the pool."""
-    return replace(seen, pool=pool_key) if isinstance(seen, NodeUp | NodeDown) else seen
+    return replace(observation, pool=pool_key) if isinstance(observation, NodeUp | NodeDown) else observation
 
 
 def _gangs(record: WorkflowRecord) -> Iterator[AttemptKey]:

@@ -112,66 +112,66 @@ LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 
 
 def apply_observation(
-    record: WorkflowRecord, plan: Plan, seen: LeaseObservation | VenvObservation | AttemptObservation
+    record: WorkflowRecord, plan: Plan, observation: LeaseObservation | VenvObservation | AttemptObservation
 ) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that report it."""
-    if isinstance(seen, Leased | LeaseRefused | LeaseWaits):
-        group = record.group(seen.group)
-        if group.attempt != seen.attempt or group.state is not State.SCHEDULING:
+    if isinstance(observation, Leased | LeaseRefused | LeaseWaits):
+        group = record.group(observation.group)
+        if group.attempt != observation.attempt or group.state is not State.SCHEDULING:
             return record, []
-        if isinstance(seen, Leased):
-            leased = _leased(group, seen.binding, seen.at)
-            nodes = {task: where.node for task, where in seen.binding.tasks.items()}
-            granted = LeaseGranted(nodes=nodes, port=seen.binding.port, left_out=leased.left_out)
-            return record.with_group(leased), [_event(record, seen.at, granted, group.name)]
-        if isinstance(seen, LeaseWaits):
-            return _announced(record, group, seen.message, seen.at)
-        return _refused(record, plan, group, seen)
-    key = seen.key
+        if isinstance(observation, Leased):
+            leased = _leased(group, observation.binding, observation.at)
+            nodes = {task: where.node for task, where in observation.binding.tasks.items()}
+            granted = LeaseGranted(nodes=nodes, port=observation.binding.port, left_out=leased.left_out)
+            return record.with_group(leased), [_event(record, observation.at, granted, group.name)]
+        if isinstance(observation, LeaseWaits):
+            return _announced(record, group, observation.message, observation.at)
+        return _refused(record, plan, group, observation)
+    key = observation.key
     group = record.group(key.group)
-    if isinstance(seen, VenvProgress | VenvBuilt | VenvFailed):
-        return _apply_venv(record, plan, group, seen)
+    if isinstance(observation, VenvProgress | VenvBuilt | VenvFailed):
+        return _apply_venv(record, plan, group, observation)
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
-    if isinstance(seen, InputNotFetched | OutputLost | OutputWaits):
-        return _apply_warning(record, group, task, seen)
-    if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
-        taken, events = apply_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
+    if isinstance(observation, InputNotFetched | OutputLost | OutputWaits):
+        return _apply_warning(record, group, task, observation)
+    if isinstance(observation, Collected | CollectFailed) and observation.checkpoint is not None:
+        taken, events = apply_checkpoint(record, plan.group(group.name), group, task, observation.checkpoint, observation)
         return record.with_group(taken), events
-    changed, details = _task_after(group, task, seen, plan)
+    changed, details = _task_after(group, task, observation, plan)
     if changed is task:
         return record, []
     after = record.with_group(group.with_task(changed))
-    return after, [_event(record, seen.at, details, group.name, task)] if details is not None else []
+    return after, [_event(record, observation.at, details, group.name, task)] if details is not None else []
 
 
-def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
+def update_node_view(view: NodeView, observation: NodeUp | NodeDown) -> NodeView:
     """Return a node's view after the node was lost or found. A node counts as lost since its last message, not since now."""
-    if isinstance(seen, NodeDown):
-        since = seen.since or seen.at if view.up else view.since
-        back_at = seen.at if view.is_engine_away and not seen.is_engine_away else view.engine_back_at
+    if isinstance(observation, NodeDown):
+        since = observation.since or observation.at if view.up else view.since
+        back_at = observation.at if view.is_engine_away and not observation.is_engine_away else view.engine_back_at
         return replace(
-            view, up=False, since=since, error=seen.error, needs_action=seen.needs_action, is_engine_away=seen.is_engine_away,
-            engine_back_at=back_at,
+            view, up=False, since=since, error=observation.error, needs_action=observation.needs_action,
+            is_engine_away=observation.is_engine_away, engine_back_at=back_at,
         )  # fmt: skip
     node = view.node
     return replace(
         view,
         up=True,
-        since=seen.at,
+        since=observation.at,
         error="",
         needs_action=False,
         is_engine_away=False,
-        gpus=node.usable_gpus(seen.gpus),
-        reported=seen,
-        machine=seen.machine,
-        cpus=node.usable_cpus(seen.cpus),
-        memory=node.usable_memory(seen.memory),
+        gpus=node.usable_gpus(observation.gpus),
+        reported=observation,
+        machine=observation.machine,
+        cpus=node.usable_cpus(observation.cpus),
+        memory=node.usable_memory(observation.memory),
     )
 
 
-def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[EventRecord]]:
+def apply_node_observation(record: WorkflowRecord, observation: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after one of the pool's nodes was lost or found, and the events that report it.
 
     The record stores the outage, so the next supervisor does not report it again, and can report its end.
@@ -180,27 +180,27 @@ def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> t
     after = record
     for group in record.groups:
         for task in group.tasks:
-            if record.pool_key != seen.pool or task.node != seen.node:
+            if record.pool_key != observation.pool or task.node != observation.node:
                 continue
             away = None
-            if isinstance(seen, NodeDown):
+            if isinstance(observation, NodeDown):
                 if task.state.is_final:
                     continue
-                since = task.outage.since if task.outage else seen.since or seen.at
-                away = Outage(since=since, error=seen.error)
+                since = task.outage.since if task.outage else observation.since or observation.at
+                away = Outage(since=since, error=observation.error)
             if task.outage != away:
                 is_news = True
                 after = after.with_group(after.group(group.name).with_task(replace(task, outage=away)))
     if not is_news:
         return record, []
-    return after, [_event(record, seen.at, node_details(seen))]
+    return after, [_event(record, observation.at, node_details(observation))]
 
 
-def node_details(seen: NodeUp | NodeDown) -> NodeBecameUnreachable | NodeBecameReachable:
+def node_details(observation: NodeUp | NodeDown) -> NodeBecameUnreachable | NodeBecameReachable:
     """Return the event's details for a node that was lost or found."""
-    if isinstance(seen, NodeDown):
-        return NodeBecameUnreachable(node=seen.node, error=seen.error)
-    return NodeBecameReachable(node=seen.node)
+    if isinstance(observation, NodeDown):
+        return NodeBecameUnreachable(node=observation.node, error=observation.error)
+    return NodeBecameReachable(node=observation.node)
 
 
 def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
@@ -239,24 +239,26 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
 
 
 def _refused(
-    record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: LeaseRefused
+    record: WorkflowRecord, plan: Plan, group: GroupRecord, observation: LeaseRefused
 ) -> tuple[WorkflowRecord, list[EventRecord]]:
-    if seen.without_venv:
-        builds = {node: VenvBuild(task=task, node=node) for task, node in seen.without_venv.items()}
-        group = replace(group, venv_builds=tuple(builds.values()), building_at=seen.at, waits_for="", unreachable=None)
+    if observation.without_venv:
+        builds = {node: VenvBuild(task=task, node=node) for task, node in observation.without_venv.items()}
+        group = replace(group, venv_builds=tuple(builds.values()), building_at=observation.at, waits_for="", unreachable=None)
     known = {one.node: one for one in group.refusals}
-    for node, text in seen.nodes.items():
+    for node, text in observation.nodes.items():
         times = known[node].times if node in known else 0
-        until = seen.at + LEASE_BACKOFF_S[min(times, len(LEASE_BACKOFF_S) - 1)]
+        until = observation.at + LEASE_BACKOFF_S[min(times, len(LEASE_BACKOFF_S) - 1)]
         known[node] = Refusal(node=node, message=text, until=until, times=times + 1)
-    if seen.without_venv:
-        return _with_message(record, replace(group, refusals=tuple(known.values())), _building_text(plan, group), seen.at)
+    if observation.without_venv:
+        return _with_message(
+            record, replace(group, refusals=tuple(known.values())), _building_text(plan, group), observation.at
+        )
     message = few([one.message for one in known.values()], "; ")  # each node's last refusal
-    if seen.is_final:
-        failed = end_unstarted(group, State.FAILED, seen.reason, message, seen.at)
-        event = _event(record, seen.at, GroupCannotStart(message=message), group.name)
+    if observation.is_final:
+        failed = end_unstarted(group, State.FAILED, observation.reason, message, observation.at)
+        event = _event(record, observation.at, GroupCannotStart(message=message), group.name)
         return record.with_group(failed), [event]
-    return _announced(record, replace(group, refusals=tuple(known.values())), message, seen.at)
+    return _announced(record, replace(group, refusals=tuple(known.values())), message, observation.at)
 
 
 def _announced(record: WorkflowRecord, group: GroupRecord, message: str, at: float) -> tuple[WorkflowRecord, list[EventRecord]]:
@@ -277,29 +279,33 @@ def _with_message(
 
 
 def _apply_venv(
-    record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: VenvProgress | VenvBuilt | VenvFailed
+    record: WorkflowRecord, plan: Plan, group: GroupRecord, observation: VenvProgress | VenvBuilt | VenvFailed
 ) -> tuple[WorkflowRecord, list[EventRecord]]:
-    node = seen.key.node
-    if group.state is not State.SCHEDULING or group.attempt != seen.key.attempt:
+    node = observation.key.node
+    if group.state is not State.SCHEDULING or group.attempt != observation.key.attempt:
         return record, []
     if all(one.node != node for one in group.venv_builds):
         return record, []
-    if isinstance(seen, VenvProgress):
+    if isinstance(observation, VenvProgress):
         where = f": {node}" if len(group.venv_builds) > 1 else ""
-        message = f"{_building_text(plan, group)}{where}: {seen.message} ({seconds_text(round(seen.seconds))})"
+        message = f"{_building_text(plan, group)}{where}: {observation.message} ({seconds_text(round(observation.seconds))})"
         return record.with_group(replace(group, message=message)), []
-    if isinstance(seen, VenvFailed) and seen.is_final:
-        failed = end_unstarted(replace(group, venv_builds=()), State.FAILED, Reason.START_ERROR, seen.message, seen.at)
-        return record.with_group(failed), [_event(record, seen.at, GroupCannotStart(message=seen.message), group.name)]
-    after = without_build(group, node, seen.at)
-    if isinstance(seen, VenvFailed):
+    if isinstance(observation, VenvFailed) and observation.is_final:
+        failed = end_unstarted(
+            replace(group, venv_builds=()), State.FAILED, Reason.START_ERROR, observation.message, observation.at
+        )
+        return record.with_group(failed), [
+            _event(record, observation.at, GroupCannotStart(message=observation.message), group.name)
+        ]
+    after = without_build(group, node, observation.at)
+    if isinstance(observation, VenvFailed):
         return record.with_group(after), []
-    if not seen.tool:
+    if not observation.tool:
         # The environment exists, perhaps because another workflow built it. Wait, in case the node still refuses the lease.
-        return record.with_group(replace(after, not_before=seen.at + LEASE_BACKOFF_S[0])), []
+        return record.with_group(replace(after, not_before=observation.at + LEASE_BACKOFF_S[0])), []
     venv = plan.group(group.name).venv
-    ready = VenvReady(node=node, file=venv.file if venv else "", tool=seen.tool, seconds=seen.seconds)
-    return record.with_group(after), [_event(record, seen.at, ready, group.name)]
+    ready = VenvReady(node=node, file=venv.file if venv else "", tool=observation.tool, seconds=observation.seconds)
+    return record.with_group(after), [_event(record, observation.at, ready, group.name)]
 
 
 def without_build(group: GroupRecord, node: str, at: float) -> GroupRecord:
@@ -345,34 +351,34 @@ _StatusReport = (
 
 
 def _task_after(  # noqa: C901  one case for each observation
-    group: GroupRecord, task: TaskRecord, seen: _StatusReport, plan: Plan
+    group: GroupRecord, task: TaskRecord, observation: _StatusReport, plan: Plan
 ) -> tuple[TaskRecord, EventDetails | None]:
     """Return the task after an observation of its attempt, and the event's details; ``None`` if there is no event."""
-    match seen:
+    match observation:
         case Prepared():
             return _prepared(task)
         case PrepareFailed():
-            return _prepare_failed(task, seen)
+            return _prepare_failed(task, observation)
         case Staging():
-            return _staging(task, seen), None
+            return _staging(task, observation), None
         case Started():
-            return _started(task, seen)
+            return _started(task, observation)
         case StopAccepted():
-            return _stop_accepted(task, seen)
+            return _stop_accepted(task, observation)
         case Ended():
-            return _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
+            return _ended(group, task, observation, plan.group(group.name).launch(task.name).exit_actions)
         case Released():
-            return _lease_released(task, seen.at) if task.state is State.INITIALIZING else (task, None)
+            return _lease_released(task, observation.at) if task.state is State.INITIALIZING else (task, None)
         case Absent():
-            return _absent(task, seen)
+            return _absent(task, observation)
         case LogComplete():
             return (task if task.log_complete else replace(task, log_complete=True)), None
         case Collecting():
-            return _collecting(task, seen), None
+            return _collecting(task, observation), None
         case Collected():
-            return _collected(task, seen)
+            return _collected(task, observation)
         case CollectFailed():
-            return _collect_failed(task, seen), None
+            return _collect_failed(task, observation), None
         case Unanswered() | CollectUnanswered():
             return task, None
 
@@ -383,22 +389,28 @@ def _prepared(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
     return replace(task, prepared=True, transfer=None), TaskReady(node=task.node)
 
 
-def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
+def _staging(task: TaskRecord, observation: Staging) -> TaskRecord:
     if task.state is not State.INITIALIZING or task.prepared:
         return task
-    moved = TransferProgress(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, image=seen.image)
+    moved = TransferProgress(
+        sent=observation.sent,
+        total=observation.total,
+        bytes_per_s=observation.bytes_per_s,
+        at=observation.at,
+        image=observation.image,
+    )
     return replace(task, transfer=moved)
 
 
-def _prepare_failed(task: TaskRecord, seen: PrepareFailed) -> tuple[TaskRecord, EventDetails | None]:
+def _prepare_failed(task: TaskRecord, observation: PrepareFailed) -> tuple[TaskRecord, EventDetails | None]:
     if task.state is not State.INITIALIZING:
         return task, None
     # The attempt's runner and keeper may still wait on the node. Their end is reported after they are stopped.
-    reason = Reason.IMAGE_PULL if seen.is_image else Reason.DATA if seen.is_data else Reason.START_ERROR
-    return replace(task, reason=reason, message=seen.message), TaskCannotStart(message=seen.message)
+    reason = Reason.IMAGE_PULL if observation.is_image else Reason.DATA if observation.is_data else Reason.START_ERROR
+    return replace(task, reason=reason, message=observation.message), TaskCannotStart(message=observation.message)
 
 
-def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, EventDetails | None]:
+def _started(task: TaskRecord, observation: Started) -> tuple[TaskRecord, EventDetails | None]:
     # If a task was adopted while its node was unreachable, its start time and process id are not known yet.
     is_unknown = task.state in (State.RUNNING, State.STOPPING) and task.started_at is None
     if not (is_unknown or task.state is State.INITIALIZING):
@@ -406,30 +418,32 @@ def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, EventDetails 
     running = replace(
         task,
         state=task.state if is_unknown else State.RUNNING,
-        pid=seen.pid,
-        started_at=seen.started_at if seen.clock is None else seen.clock.ours(seen.started_at),
-        output_dir=f"{seen.directory}/output" if seen.directory else None,
+        pid=observation.pid,
+        started_at=observation.started_at if observation.clock is None else observation.clock.ours(observation.started_at),
+        output_dir=f"{observation.directory}/output" if observation.directory else None,
     )
-    return running, TaskStarted(node=task.node, pid=seen.pid, ranks=task.ranks)
+    return running, TaskStarted(node=task.node, pid=observation.pid, ranks=task.ranks)
 
 
-def _stop_accepted(task: TaskRecord, seen: StopAccepted) -> tuple[TaskRecord, EventDetails | None]:
+def _stop_accepted(task: TaskRecord, observation: StopAccepted) -> tuple[TaskRecord, EventDetails | None]:
     if task.orphan is OrphanState.UNREACHABLE:
         return replace(task, orphan=OrphanState.STOPPING), OrphanStopping(node=task.node)
     if task.state not in (State.INITIALIZING, State.RUNNING, State.STOPPING):
         return task, None
-    grace_s = task.grace_s if seen.grace_s is None else seen.grace_s
+    grace_s = task.grace_s if observation.grace_s is None else observation.grace_s
     if task.state is State.STOPPING and task.grace_s == grace_s:
         return task, None
     return replace(task, state=State.STOPPING, grace_s=grace_s), None
 
 
-def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActions) -> tuple[TaskRecord, EventDetails | None]:
+def _ended(
+    group: GroupRecord, task: TaskRecord, observation: Ended, actions: ExitActions
+) -> tuple[TaskRecord, EventDetails | None]:
     if task.orphan is not None:
         return _orphan_gone(task)
     if task.state.is_final:
         return task, None
-    end = end_from(dict(seen.end), seen.at, seen.clock)
+    end = end_from(dict(observation.end), observation.at, observation.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # The command never ran. If no other task has started, the gang releases its leases and queues again.
@@ -441,7 +455,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     # A task that cannot start stops the other tasks, so exit actions cannot make the group succeed.
     if task.reason not in CANNOT_START or len(group.tasks) == 1:
         ended = by_exit_actions(ended, actions)
-    ended = replace(ended, has_files=seen.has_files)
+    ended = replace(ended, has_files=observation.has_files)
     return ended, TaskStatus(status=ended.status, message=ended.message)
 
 
@@ -458,48 +472,52 @@ def _orphan_gone(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
     return replace(task, orphan=None), OrphanGone(node=task.node)
 
 
-def _absent(task: TaskRecord, seen: Absent) -> tuple[TaskRecord, EventDetails | None]:
+def _absent(task: TaskRecord, observation: Absent) -> tuple[TaskRecord, EventDetails | None]:
     if task.orphan is not None:
         return _orphan_gone(task)
     if task.state is State.INITIALIZING:
-        return _lease_released(task, seen.at)
+        return _lease_released(task, observation.at)
     if task.state.is_final:
         return (task, None) if task.log_complete else (replace(task, log_complete=True), None)
     details = AttemptForgotten(node=task.node)
     message = event_text(details, group=None, task=None)
-    gone = replace(task, state=State.FAILED, reason=Reason.INTERNAL, message=message, ended_at=seen.at, log_complete=True)
+    gone = replace(
+        task, state=State.FAILED, reason=Reason.INTERNAL, message=message, ended_at=observation.at, log_complete=True
+    )
     return gone, details
 
 
-def _collecting(task: TaskRecord, seen: Collecting) -> TaskRecord:
-    if task.saved is not None or seen.checkpoint is not None:
+def _collecting(task: TaskRecord, observation: Collecting) -> TaskRecord:
+    if task.saved is not None or observation.checkpoint is not None:
         return task
-    verb = "sends" if seen.is_packed else "packs"
-    moved = TransferProgress(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb)
+    verb = "sends" if observation.is_packed else "packs"
+    moved = TransferProgress(
+        sent=observation.done, total=observation.total, bytes_per_s=observation.bytes_per_s, at=observation.at, output=verb
+    )
     return replace(task, transfer=moved)
 
 
-def _collected(task: TaskRecord, seen: Collected) -> tuple[TaskRecord, EventDetails | None]:
+def _collected(task: TaskRecord, observation: Collected) -> tuple[TaskRecord, EventDetails | None]:
     if task.saved is not None:
         return task, None
-    saved = replace(task, saved=Saved(at=seen.at, digest=seen.digest, size=seen.size), transfer=None)
-    return saved, OutputCollected(size=seen.size, is_everywhere=seen.is_everywhere, left_out=seen.left_out)
+    saved = replace(task, saved=Saved(at=observation.at, digest=observation.digest, size=observation.size), transfer=None)
+    return saved, OutputCollected(size=observation.size, is_everywhere=observation.is_everywhere, left_out=observation.left_out)
 
 
-def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
+def _collect_failed(task: TaskRecord, observation: CollectFailed) -> TaskRecord:
     if task.saved is not None:
         return task
-    return replace(task, saved=Saved(at=seen.at, error=seen.message), transfer=None)
+    return replace(task, saved=Saved(at=observation.at, error=observation.message), transfer=None)
 
 
 def _apply_warning(
-    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: InputNotFetched | OutputLost | OutputWaits
+    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, observation: InputNotFetched | OutputLost | OutputWaits
 ) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the record after a problem that does not change the task itself, and the events that report it."""
-    if isinstance(seen, InputNotFetched):
-        return apply_input_not_fetched(record, seen)
-    details = OutputLosing(node=task.node) if isinstance(seen, OutputLost) else OutputHeldBack(node=task.node)
-    return record, [_event(record, seen.at, details, group.name, task)]
+    if isinstance(observation, InputNotFetched):
+        return apply_input_not_fetched(record, observation)
+    details = OutputLosing(node=task.node) if isinstance(observation, OutputLost) else OutputHeldBack(node=task.node)
+    return record, [_event(record, observation.at, details, group.name, task)]
 
 
 def _event(

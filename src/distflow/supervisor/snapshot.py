@@ -72,16 +72,16 @@ class NodeView:
 
     def _note(self) -> str:
         """Return why the node has less than its configuration says."""
-        node, seen = self.node, self.reported
-        if seen is None:
+        node, reported = self.node, self.reported
+        if reported is None:
             return ""
         amounts = (
-            (self.gpus, node.gpus, f"{node.gpus} GPU{'s' * (node.gpus != 1)}, the node reports {seen.gpus}"),
-            (self.cpus, node.cpus, f"{node.cpus} CPU{'s' * (node.cpus != 1)}, the node reports {seen.cpus}"),
+            (self.gpus, node.gpus, f"{node.gpus} GPU{'s' * (node.gpus != 1)}, the node reports {reported.gpus}"),
+            (self.cpus, node.cpus, f"{node.cpus} CPU{'s' * (node.cpus != 1)}, the node reports {reported.cpus}"),
             (
                 self.memory,
                 node.memory,
-                f"{bytes_text(node.memory or 0)} of memory, the node reports {bytes_text(seen.memory or 0)}",
+                f"{bytes_text(node.memory or 0)} of memory, the node reports {bytes_text(reported.memory or 0)}",
             ),
         )
         less = [text for usable, configured, text in amounts if usable is not None and usable < (configured or 0)]

@@ -209,62 +209,70 @@ def is_needed(record: WorkflowRecord, command: TransferData) -> bool:
     return not group.state.is_final and group.attempt == command.key.attempt
 
 
-def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
+def apply_data(record: WorkflowRecord, observation: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after progress or the end of a transfer, and the events that report it."""
-    group = record.group(seen.key.group)
-    task = group.find(seen.key.task, seen.key.attempt)
-    is_relayed = isinstance(seen, TransferEnded) and seen.outcome.is_relayed
+    group = record.group(observation.key.group)
+    task = group.find(observation.key.task, observation.key.attempt)
+    is_relayed = isinstance(observation, TransferEnded) and observation.outcome.is_relayed
     is_known = any(
-        (one.data, one.is_relayed, one.task) == (seen.data, is_relayed, seen.key.task) for one in group.transfer_results
+        (one.data, one.is_relayed, one.task) == (observation.data, is_relayed, observation.key.task)
+        for one in group.transfer_results
     )
     if task is None or task.attempt != group.attempt or group.state.is_final or is_known:
         return record, []
-    is_input = seen.data.kind is DataKind.FETCH
-    if isinstance(seen, TransferMoved):
+    is_input = observation.data.kind is DataKind.FETCH
+    if isinstance(observation, TransferMoved):
         verb = "" if is_input else "writes"
         moved = TransferProgress(
-            sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url
+            sent=observation.done,
+            total=observation.total,
+            bytes_per_s=observation.bytes_per_s,
+            at=observation.at,
+            output=verb,
+            url=observation.url,
         )
         return record.with_group(group.with_task(replace(task, transfer=moved))), []
-    after = replace(group.with_task(replace(task, transfer=None)), transfer_results=(*group.transfer_results, seen.outcome))
-    details = _details(seen)
+    after = replace(
+        group.with_task(replace(task, transfer=None)), transfer_results=(*group.transfer_results, observation.outcome)
+    )
+    details = _details(observation)
     event = EventRecord(
-        at=seen.at, details=details, workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt
+        at=observation.at, details=details, workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt
     )
     warnings = (event.text,) if isinstance(details, InputEmpty) else ()
     return replace(record.with_group(after), warnings=(*record.warnings, *warnings)), [event]
 
 
-def _details(seen: TransferEnded) -> EventDetails:
+def _details(observation: TransferEnded) -> EventDetails:
     """Return the event's details for the end of a transfer."""
-    done, is_input = seen.outcome, seen.data.kind is DataKind.FETCH
+    done, is_input = observation.outcome, observation.data.kind is DataKind.FETCH
     if done.is_relayed:
         return DataRelayed(is_input=is_input, url=done.url, why=done.error)
     if done.error:
         return DataFailed(is_input=is_input, error=done.error)
     if is_input:
         if not done.files:
-            return InputEmpty(url=seen.url, regex=done.regex)
+            return InputEmpty(url=observation.url, regex=done.regex)
         return InputFetched(url=done.url, files=done.files, size=done.content, is_direct=done.is_direct)
     if not done.files:
-        return OutputEmpty(url=seen.url, regex=done.regex)
+        return OutputEmpty(url=observation.url, regex=done.regex)
     return OutputWritten(url=done.url, files=done.files, size=done.content)
 
 
-def apply_input_not_fetched(record: WorkflowRecord, seen: InputNotFetched) -> tuple[WorkflowRecord, list[EventRecord]]:
+def apply_input_not_fetched(record: WorkflowRecord, observation: InputNotFetched) -> tuple[WorkflowRecord, list[EventRecord]]:
     """Return the workflow's record after a node could not fetch an input. This machine then fetches it for all nodes."""
-    group = record.group(seen.key.group)
-    data = DataRef(DataKind.FETCH, seen.number)
+    group = record.group(observation.key.group)
+    data = DataRef(DataKind.FETCH, observation.number)
     found = next((one for one in group.transfer_results if one.data == data and one.is_direct), None)
-    if found is None or seen.key.attempt != group.attempt or group.state.is_final:
+    if found is None or observation.key.attempt != group.attempt or group.state.is_final:
         return record, []  # another node reported the same before, or the attempt is over
     left = tuple(one for one in group.transfer_results if one is not found)
     note = TransferRecord(
-        data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why
+        data=data, is_relayed=True, task=found.task, at=observation.at, url=found.url, regex=found.regex, error=observation.why
     )
     event = EventRecord(
-        at=seen.at, details=DataRelayed(is_input=True, url=found.url, why=seen.why), workflow=record.uuid, group=group.name,
-        task=seen.key.task, attempt=seen.key.attempt,
+        at=observation.at, details=DataRelayed(is_input=True, url=found.url, why=observation.why),
+        workflow=record.uuid, group=group.name, task=observation.key.task, attempt=observation.key.attempt,
     )  # fmt: skip
     return record.with_group(replace(group, transfer_results=(*left, note))), [event]
 
@@ -434,10 +442,16 @@ def archives(record: WorkflowRecord) -> frozenset[str]:
 
 
 def arrived_archives(
-    seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
+    observation: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
 ) -> frozenset[str]:
     """Return the archive (SHA-256) whose arrival an observation reports; empty for any other observation."""
-    outcome = seen.outcome if isinstance(seen, TransferEnded) else seen if isinstance(seen, Collected) else None
+    outcome = (
+        observation.outcome
+        if isinstance(observation, TransferEnded)
+        else observation
+        if isinstance(observation, Collected)
+        else None
+    )
     return frozenset({outcome.digest} - {""}) if outcome is not None else frozenset()
 
 

@@ -27,7 +27,7 @@ def task(
 ) -> TaskStacks:  # fmt: skip
     node = Node(name=f"n-{name}", host="h", root="~/.distflow", python=python)
     answer = None if error else {"tool": tool, "processes": list(processes), "host_rule": rule}
-    return TaskStacks(asked=InspectedTask(task=name, group="g", attempt="a", node=node), seen=answer, error=error)
+    return TaskStacks(task=InspectedTask(name=name, group="g", attempt="a", node=node), report=answer, error=error)
 
 
 def shown(*tasks: TaskStacks) -> str:
@@ -112,7 +112,7 @@ def test_json_contains_stacks_and_errors() -> None:
 
 def test_the_age_of_a_heartbeat_is_shown() -> None:
     one, other = task("a", process(1, "f")), task("b", process(2, "f"))
-    beating = replace(one, seen={**(one.seen or {}), "heartbeat_age_s": 312.4})
+    beating = replace(one, report={**(one.report or {}), "heartbeat_age_s": 312.4})
     text = stacks_text("w-1", [beating, other], Paint())
     assert text.endswith("\na: last heartbeat 5:12 ago\n")
     assert [found["heartbeat_age_s"] for found in stacks_json("w-1", [beating, other])["tasks"]] == [312.4, None]
@@ -132,7 +132,7 @@ def rank_reports(
         state = {"number": number, "operation": operation, "is_over": is_over, "entered": entered}
         collectives.append({"rank": rank, "groups": [{"name": "0 default_pg", "ranks": [*world], **state}]})
     answer: dict[str, Any] = {"tool": None, "processes": [], "collectives": collectives}
-    return TaskStacks(asked=InspectedTask(task=name, group=group, attempt="a", node=node), seen=answer)
+    return TaskStacks(task=InspectedTask(name=name, group=group, attempt="a", node=node), report=answer)
 
 
 def shown_collectives(*tasks: TaskStacks) -> str:
@@ -208,4 +208,4 @@ def test_many_missing_ranks_are_cut_and_control_characters_are_removed() -> None
 
 def test_json_contains_the_report_of_each_rank() -> None:
     stacks = rank_reports("a", {0: IN_5})
-    assert stacks_json("w-1", [stacks])["tasks"][0]["collectives"] == (stacks.seen or {})["collectives"]
+    assert stacks_json("w-1", [stacks])["tasks"][0]["collectives"] == (stacks.report or {})["collectives"]

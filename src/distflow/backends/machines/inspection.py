@@ -65,7 +65,7 @@ _STACKS_S = 120.0
 class InspectedTask(Struct, frozen=True, kw_only=True):
     """A running task whose processes are inspected."""
 
-    task: str
+    name: str
     group: str
     """The task's group. The tasks of a group may form a world."""
     attempt: str
@@ -76,9 +76,9 @@ class InspectedTask(Struct, frozen=True, kw_only=True):
 class TaskStacks(Struct, frozen=True, kw_only=True):
     """The state of one task, as its node reported it (``docs/agent-protocol.md``, ``stacks``), or why it is unknown."""
 
-    asked: InspectedTask
+    task: InspectedTask
     """The task that was inspected."""
-    seen: Mapping[str, Any] | None = None
+    report: Mapping[str, Any] | None = None
     """The node's answer; ``None`` if there is an ``error``."""
     error: str = ""
 
@@ -98,9 +98,9 @@ def collect_stacks(pool: Pool, tasks: Sequence[InspectedTask]) -> tuple[TaskStac
     found: dict[str, TaskStacks] = {}
     for outcome in outcomes:
         for one in by_node[outcome.node]:
-            found[one.task] = TaskStacks(asked=one, error=str(outcome.error or ""))
-        found |= {one.asked.task: one for one in outcome.value or ()}
-    return tuple(found[one.task] for one in tasks)
+            found[one.name] = TaskStacks(task=one, error=str(outcome.error or ""))
+        found |= {one.task.name: one for one in outcome.value or ()}
+    return tuple(found[one.name] for one in tasks)
 
 
 def _of_node(pool: Pool, transport: Transport, tasks: Sequence[InspectedTask]) -> list[TaskStacks]:
@@ -111,12 +111,12 @@ def _of_node(pool: Pool, transport: Transport, tasks: Sequence[InspectedTask]) -
         path = path_prepend(node, link.request("hello", watch=[])["facts"])
         for one in tasks:
             try:
-                seen = link.request(
+                report = link.request(
                     "stacks", attempt=one.attempt, env=dict(node.environment), path_prepend=path, timeout_s=_STACKS_S
                 )
-                found.append(TaskStacks(asked=one, seen=seen))
+                found.append(TaskStacks(task=one, report=report))
             except DistflowError as error:
-                found.append(TaskStacks(asked=one, error=str(error)))
+                found.append(TaskStacks(task=one, error=str(error)))
     finally:
         link.close()
     return found

@@ -64,12 +64,12 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
         "workflow_id": workflow,
         "tasks": [
             {
-                **name_keys(task=task.asked.task, node=task.asked.node.name),
+                **name_keys(task=task.task.name, node=task.task.node.name),
                 "error": task.error or None,
-                "heartbeat_age_s": (task.seen or {}).get("heartbeat_age_s"),
-                "tool": (task.seen or {}).get("tool"),
-                "processes": (task.seen or {}).get("processes") or [],
-                "collectives": (task.seen or {}).get("collectives") or [],
+                "heartbeat_age_s": (task.report or {}).get("heartbeat_age_s"),
+                "tool": (task.report or {}).get("tool"),
+                "processes": (task.report or {}).get("processes") or [],
+                "collectives": (task.report or {}).get("collectives") or [],
             }
             for task in tasks
         ],
@@ -77,7 +77,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
 
 
 def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
-    processes: Sequence[Mapping[str, Any]] = (task.seen or {}).get("processes") or []
+    processes: Sequence[Mapping[str, Any]] = (task.report or {}).get("processes") or []
     pythons = [one for one in processes if one["threads"]]
     # If some processes have Python threads, leave out all others, such as shells. If some are ranks, leave out their launchers.
     launchers = _ancestors(processes, [one for one in pythons if "RANK" in one["ranks"]])
@@ -85,7 +85,7 @@ def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
     for one in pythons or processes:
         rank = one["ranks"].get("RANK")
         known = f", rank {rank}" if rank is not None else ""
-        who = plain(f"{task.asked.task} on {task.asked.node.name} (pid {one['pid']}{known})")
+        who = plain(f"{task.task.name} on {task.task.node.name} (pid {one['pid']}{known})")
         yield _ProcessStack(who=who, frames=_python(one["threads"]) if one["threads"] else (_kernel(one),))
 
 
@@ -115,29 +115,29 @@ def _kernel(one: Mapping[str, Any]) -> str:
 
 def _heartbeats(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
-        age_s = (task.seen or {}).get("heartbeat_age_s")
+        age_s = (task.report or {}).get("heartbeat_age_s")
         if age_s is not None:
-            yield f"{task.asked.task}: last heartbeat {duration(age_s)} ago"
+            yield f"{task.task.name}: last heartbeat {duration(age_s)} ago"
 
 
 def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         if task.error:
-            yield f"{task.asked.task}: no stacks: {task.error}"
+            yield f"{task.task.name}: no stacks: {task.error}"
     lacking: dict[str, dict[str, None]] = {}
     for task in tasks:
         if _lacks_tool(task):
-            lacking.setdefault(task.asked.node.python, {})[task.asked.node.name] = None
+            lacking.setdefault(task.task.node.python, {})[task.task.node.name] = None
     for python, names in lacking.items():
         yield f"no Python stacks of {_few(list(names))}: py-spy is not installed"
         yield f"  install it for the node's Python: {python} -m pip install py-spy"
     refused: dict[str, set[str]] = {}
     rules: dict[str, int] = {}
     for task in tasks:
-        for one in (task.seen or {}).get("processes") or []:
+        for one in (task.report or {}).get("processes") or []:
             if one["error"]:
-                refused.setdefault(plain(one["error"]), set()).add(task.asked.node.name)
-                rules[task.asked.node.name] = (task.seen or {}).get("host_rule") or 0
+                refused.setdefault(plain(one["error"]), set()).add(task.task.node.name)
+                rules[task.task.node.name] = (task.report or {}).get("host_rule") or 0
     for words, nodes in refused.items():
         yield f"{', '.join(sorted(nodes))}: {words}"
         # "ermi" is in "Permission denied" and in "permission". If ``ptrace_scope`` is 3, only a reboot can change it.
@@ -150,9 +150,9 @@ def _lacks_tool(task: TaskStacks) -> bool:
 
     It is needed if a Python process has not reported its own stack, or if no process is known to run Python.
     """
-    if task.seen is None or task.seen["tool"]:
+    if task.report is None or task.report["tool"]:
         return False
-    pythons = [one for one in task.seen["processes"] if one["is_python"]]
+    pythons = [one for one in task.report["processes"] if one["is_python"]]
     return not pythons or any(one["threads"] is None for one in pythons)
 
 
@@ -199,10 +199,10 @@ def collective_lines(tasks: Sequence[TaskStacks], paint: Paint) -> Iterator[str]
     """
     groups: dict[tuple[str, str, tuple[int, ...]], list[_RankReport]] = {}
     for task in tasks:
-        for one in (task.seen or {}).get("collectives") or []:
-            who = plain(f"rank {one['rank']} ({task.asked.task} on {task.asked.node.name})")
+        for one in (task.report or {}).get("collectives") or []:
+            who = plain(f"rank {one['rank']} ({task.task.name} on {task.task.node.name})")
             for group in one["groups"]:
-                key = (task.asked.group, group["name"], tuple(group["ranks"]))
+                key = (task.task.group, group["name"], tuple(group["ranks"]))
                 groups.setdefault(key, []).append(_parse_report(one["rank"], who, group))
     waiting = {key: reports for key, reports in groups.items() if any(one.position.waits for one in reports)}
     for (_, name, ranks), reports in waiting.items():
