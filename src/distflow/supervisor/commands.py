@@ -53,7 +53,6 @@ __all__ = [
     "TransferData",
     "TransferEnded",
     "TransferMoved",
-    "answerable",
     "answered",
 ]
 
@@ -74,7 +73,7 @@ class CommandId(NamedTuple):
 
     @classmethod
     def of(cls, kind: type[object], key: AttemptKey, part: int | DataRef | None = None) -> CommandId:
-        """Return the identity of a command for an attempt."""
+        """Return the id of a command for an attempt."""
         return cls(kind, key.workflow, key.group, key.task, key.attempt, part)
 
 
@@ -83,8 +82,8 @@ class _AboutAttempt(Struct, frozen=True):
     key: AttemptKey
 
     @property
-    def identity(self) -> CommandId:
-        """The identity of the command (see ``CommandId``)."""
+    def id(self) -> CommandId:
+        """The id of the command, by which its answer finds it."""
         return CommandId.of(type(self), self.key)
 
 
@@ -101,8 +100,8 @@ class Lease(Struct, frozen=True):
         return AttemptKey(workflow=one.workflow, group=one.group, task="", attempt=one.attempt, node="")
 
     @property
-    def identity(self) -> CommandId:
-        """The identity of the command (see ``CommandId``)."""
+    def id(self) -> CommandId:
+        """The id of the command, by which its answer finds it."""
         return CommandId.of(Lease, self.key)
 
 
@@ -143,8 +142,8 @@ class PackCheckpoint(_AboutAttempt, frozen=True):
     checkpoint: CheckpointRef
 
     @property
-    def identity(self) -> CommandId:
-        """The identity of the command. Checkpoints of one directory share it.
+    def id(self) -> CommandId:
+        """The id of the command. Checkpoints of one directory share it.
 
         The final checkpoint thus waits until the previous one is packed.
         """
@@ -160,8 +159,8 @@ class TransferData(_AboutAttempt, frozen=True):
     data: DataRef
 
     @property
-    def identity(self) -> CommandId:
-        """The identity of the command (see ``CommandId``)."""
+    def id(self) -> CommandId:
+        """The id of the command, by which its answer finds it."""
         return CommandId.of(TransferData, self.key, self.data)
 
 
@@ -193,15 +192,10 @@ class TransferEnded(_OfTransfer, frozen=True, kw_only=True):
     outcome: TransferRecord
 
 
-def answerable(key: AttemptKey) -> tuple[CommandId, ...]:
-    """Return the identities of the commands that every report of an attempt's status answers."""
-    return tuple(CommandId.of(kind, key) for kind in (Prepare, Start, Stop, Release))
-
-
 def answered(
     observation: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
 ) -> tuple[CommandId, ...]:
-    """Return the identities of the commands that this observation answers.
+    """Return the ids of the commands that this observation answers.
 
     A report of an attempt's status answers the attempt's ``Prepare``, ``Start``, ``Stop`` and ``Release``.
     """
@@ -234,4 +228,4 @@ def answered(
             Prepared() | PrepareFailed() | InputNotFetched() | Started() | StopAccepted() | Ended() | Released() | Absent()
             | Unanswered()
         ):  # fmt: skip
-            return answerable(observation.key)
+            return tuple(CommandId.of(kind, observation.key) for kind in (Prepare, Start, Stop, Release))

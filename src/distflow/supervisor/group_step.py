@@ -547,7 +547,7 @@ class GroupStep:
             self._add_commands([make(self.record.pool_key, key)])
 
     def _add_commands(self, commands: Iterable[Command]) -> None:
-        self.decision.commands += [one for one in commands if one.identity not in self.snapshot.in_flight]
+        self.decision.commands += [one for one in commands if one.id not in self.snapshot.in_flight]
 
     @property
     def _waits_for_answer(self) -> bool:

@@ -65,7 +65,7 @@ from distflow.supervisor.commands import (
     answered,
 )
 from distflow.supervisor.decide import decide
-from distflow.supervisor.notices import notices
+from distflow.supervisor.due_notices import due_notices
 from distflow.supervisor.observations import (
     adjust_cancel_time,
     adjust_times,
@@ -251,8 +251,8 @@ class Supervisor:
         changed: dict[str, WorkflowRecord],
         events: list[EventRecord],
     ) -> None:
-        for identity in answered(observation):
-            self.in_flight.pop(identity, None)
+        for answered_id in answered(observation):
+            self.in_flight.pop(answered_id, None)
         uuid = observation.workflow if isinstance(observation, Leased | LeaseRefused | LeaseWaits) else observation.key.workflow
         workflow = self._workflows.get(uuid)
         new_archives = arrived_archives(observation)
@@ -280,9 +280,9 @@ class Supervisor:
         self._nodes = {**self._nodes, place: update_node_view(view, observation)}
         if isinstance(observation, NodeDown):
             is_news = view.up or view.error != observation.error
-            for identity, command in list(self.in_flight.items()):
+            for command_id, command in list(self.in_flight.items()):
                 if command.pool == observation.pool and command.key.node == observation.node:
-                    del self.in_flight[identity]
+                    del self.in_flight[command_id]
         else:
             is_news = not view.up and bool(view.error)
         if is_news:
@@ -351,7 +351,7 @@ class Supervisor:
             for group in record.groups
         )
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
-        due = tuple(notices(self._store.notify_targets(record.uuid), record, ended, now, now))
+        due = tuple(due_notices(self._store.notify_targets(record.uuid), record, ended, now, now))
         self._save([ended], [EventRecord(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)], due)
 
     def _save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], due: Sequence[Notice] = ()) -> None:
@@ -399,15 +399,15 @@ class Supervisor:
 
     def _drop_unneeded_commands(self) -> None:
         """Cancel transfers and builds, and forget lease requests, that their groups no longer need."""
-        for identity, command in list(self.in_flight.items()):
+        for command_id, command in list(self.in_flight.items()):
             if isinstance(command, TransferData) and not is_needed(self._workflows[command.key.workflow].record, command):
                 self._transfers.cancel(command)
-                del self.in_flight[identity]
+                del self.in_flight[command_id]
             elif isinstance(command, BuildVenv) and not _waits_for_venv(self._workflows[command.key.workflow].record, command):
                 self._backends[command.pool].cancel_venv(command.key)
-                del self.in_flight[identity]
+                del self.in_flight[command_id]
             elif isinstance(command, Lease) and not _waits_for_nodes(self._workflows[command.key.workflow].record, command):
-                del self.in_flight[identity]
+                del self.in_flight[command_id]
 
     def decide(self) -> Decision:
         """Return what follows from the current state, without acting on it."""
@@ -440,7 +440,7 @@ class Supervisor:
         }
 
     def _act(self, command: Command) -> None:
-        self.in_flight[command.identity] = command
+        self.in_flight[command.id] = command
         backend, workflow = self._backends[command.pool], self._workflows[command.key.workflow]
         match command:
             case Lease():
@@ -469,7 +469,7 @@ class Supervisor:
         workflow, pool, node = self._workflows[command.key.workflow], self._pools[command.pool], command.key.node
         launch = launch_of(workflow, command, {node: pool.node(node)})
         if launch is None:
-            del self.in_flight[command.identity]
+            del self.in_flight[command.id]
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)

@@ -104,7 +104,7 @@ def _lease_from_engine(
         command = Lease(pool_key, request)
         if now < due:
             leases.wake([due])
-        elif command.identity not in snapshot.in_flight:
+        elif command.id not in snapshot.in_flight:
             leases.commands.append(command)
 
 

@@ -92,13 +92,13 @@ class ThreadedTransfers:
 
     def begin(self, command: TransferData, transfer: Transfer, backend: Backend | None = None) -> None:
         """Begin one transfer in a thread, which reports to the sink until it ends. ``backend`` is that of the source's node."""
-        halt = self._halts[command.identity] = threading.Event()
+        halt = self._halts[command.id] = threading.Event()
         arguments = (command, transfer, backend, halt)
         threading.Thread(target=self._run, args=arguments, name=f"data {transfer.data}", daemon=True).start()
 
     def cancel(self, command: TransferData) -> None:
         """Abandon one transfer that is not needed now. Progress may still be reported, but its outcome is not."""
-        halt = self._halts.pop(command.identity, None)
+        halt = self._halts.pop(command.id, None)
         if halt is not None:
             halt.set()
 
@@ -130,7 +130,7 @@ class ThreadedTransfers:
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting forever
             outcome = reporter.outcome(error=report_bug(error))
         # A failed file sets `halt`, too, so only a missing entry shows that the supervisor canceled the transfer.
-        if self._halts.pop(command.identity, None) is halt:
+        if self._halts.pop(command.id, None) is halt:
             self._sink(reporter.ended(outcome))
 
     def _copy(

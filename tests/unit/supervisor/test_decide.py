@@ -551,7 +551,7 @@ def test_command_in_flight_is_not_repeated() -> None:
     driver.observe()
     first = driver.supervisor.decide()
     assert [type(command) for command in first.commands] == [Lease]
-    driver.supervisor.in_flight = {command.identity: command for command in first.commands}
+    driver.supervisor.in_flight = {command.id: command for command in first.commands}
     assert driver.supervisor.decide().commands == []
 
 

@@ -122,12 +122,12 @@ def test_close_ends_all_transfers_although_one_ends_by_itself_meanwhile(
     for one in commands:
         setup.transfers.begin(one, Transfer(data=one.data, url="http://127.0.0.1:9/x", regex=""))
     halts = dict(setup.transfers._halts)
-    first, ending, last = (halts[one.identity] for one in commands)
+    first, ending, last = (halts[one.id] for one in commands)
     halt_first = first.set
 
     def halt_while_another_ends() -> None:
         halt_first()
-        setup.transfers._halts.pop(commands[1].identity)
+        setup.transfers._halts.pop(commands[1].id)
 
     monkeypatch.setattr(first, "set", halt_while_another_ends)
     try:

@@ -9,7 +9,7 @@ from distflow.lifecycle.states import State, WorkflowState
 from distflow.state.notices import Notice
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["next_wait_notice", "notices"]
+__all__ = ["due_notices", "next_wait_notice"]
 
 _ENDS = {
     WorkflowState.COMPLETED: Trigger.COMPLETED,
@@ -18,7 +18,7 @@ _ENDS = {
 }
 
 
-def notices(
+def due_notices(
     targets: tuple[NotifyTarget, ...], before: WorkflowRecord, after: WorkflowRecord, since: float, now: float
 ) -> Iterator[Notice]:
     """Yield the notifications that a step from ``before`` to ``after`` makes due.
