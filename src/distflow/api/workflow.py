@@ -289,7 +289,7 @@ class Workflow:
                 _log.warning("%s", remark)
 
     def _reporting(self, wait: Wait) -> Wait:
-        """Return a ``wait`` that also logs a warning when the reason for which a group waits has changed."""
+        """Return a ``wait`` that also logs a warning when the reason why a group waits for resources has changed."""
         polls, logged = 0, dict[str, str]()
 
         def reporting(seconds: float) -> None:
@@ -371,7 +371,7 @@ class Workflow:
             return explain_failures(client, self._record(client), attempt=attempt)
 
     def diagnose(self, *, attempt: int | None = None) -> list[DiagnosedGroup]:
-        """Return the diagnoses, with remedies, of each group that failed, may hang, or waits for ranks that failed unnoticed.
+        """Return the diagnoses, with remedies, of each group that failed, may hang, or waits for ranks that are gone.
 
         Args:
             attempt: The attempt to diagnose, counted from 0. Default: the latest one. Groups without this attempt are left out.
@@ -588,8 +588,8 @@ def submit(
         NotFound: if the pool or a workflow does not exist.
         ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains the findings with their lines.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
-            older version of distflow does not end.
+        SupervisorError: if the supervisor does not start. The workflow is stored nevertheless, except if the supervisor of an
+            older version of distflow is running and cannot be stopped.
 
     """
     return submit_checked(
@@ -694,7 +694,7 @@ def _client() -> Iterator[Client]:
 
 
 def _source(spec: str | os.PathLike[str] | Mapping[str, Any] | Spec) -> tuple[str, str | None]:
-    """Return the name of a spec in messages, and its text, or ``None`` for a path or the id of a workflow."""
+    """Return the name of a spec for messages, and its text, which is ``None`` if ``spec`` is a path or a workflow's id."""
     if isinstance(spec, Spec):
         return f"<spec {spec.name}>", spec.to_yaml()
     if isinstance(spec, Mapping):

@@ -320,8 +320,8 @@ def submit(
             NUL byte.
         NodeError: if an output of another workflow cannot be fetched.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
-            older version of distflow does not end.
+        SupervisorError: if the supervisor does not start. The workflow is stored nevertheless, except if the supervisor of an
+            older version of distflow is running and cannot be stopped.
 
     """
     completed = add_previous_outputs(client, planned.checked.spec, planned.plan, on_fetch or _ignore)
@@ -352,8 +352,8 @@ def store_workflow(
     Raises:
         InputError: if a secret contains a NUL byte.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
-            older version of distflow does not end.
+        SupervisorError: if the supervisor does not start. The workflow is stored nevertheless, except if the supervisor of an
+            older version of distflow is running and cannot be stopped.
 
     """
     client.stop_outdated_supervisor()
@@ -550,8 +550,8 @@ def restart(
         InputError: if a needed output does not exist, if its workflow has not ended, or if a secret contains a NUL byte.
         NodeError: if a needed output cannot be fetched.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
-            older version of distflow does not end.
+        SupervisorError: if the supervisor does not start. The workflow is stored nevertheless, except if the supervisor of an
+            older version of distflow is running and cannot be stopped.
 
     """
     on_fetch = on_fetch or _ignore

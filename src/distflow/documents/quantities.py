@@ -1,6 +1,6 @@
 """Durations, times and amounts of memory: parse them, and format them for people and programs.
 
-The format is OSMO's. Unlike in OSMO, signs, Booleans and values with two units (``1h30m``) are errors.
+Durations and amounts have the same forms as in OSMO (``90s``, ``PT1H30M``, ``30Gi``), but signs and Booleans are errors.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
 _ISO = re.compile(r"P(?:([0-9]+)D)?(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+(?:\.[0-9]+)?)S)?)?")
 _LONGEST_S = 100 * 365 * 86400.0
 
+# OSMO accepts the unit `m` for memory; here it stands for one byte.
 _POWERS: Mapping[str, int] = MappingProxyType({"": 0, "B": 0, "m": 0, "K": 1, "M": 2, "G": 3, "T": 4})
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)")
 _UNIT = re.compile(r"([KMGT])(?:i|iB)?")
@@ -54,8 +55,8 @@ def parse_duration(value: str | float) -> float:
     # Whole numbers are not converted, because they may be too large for a float.
     seconds = _duration_of(value) if isinstance(value, str) else value
     if not 0 <= seconds <= _LONGEST_S:
-        sign = "negative" if seconds < 0 else "longer than 100 years" if seconds > 0 else "not a duration"
-        raise InvalidValue(f"`{value}` is {sign}", _EXAMPLES)
+        problem = "negative" if seconds < 0 else "longer than 100 years" if seconds > 0 else "not a duration"
+        raise InvalidValue(f"`{value}` is {problem}", _EXAMPLES)
     return float(seconds)
 
 
@@ -111,7 +112,7 @@ def seconds_text(value: float) -> str:
 
 
 def parse_bytes(value: str | float) -> int:
-    """Return a number of bytes. Raises ``InvalidValue`` with the problem. All units are powers of 1024, as in OSMO."""
+    """Return a number of bytes. Raises ``InvalidValue`` with the problem. ``30G`` is ``30Gi``, as in OSMO."""
     text = str(value)
     example = "write a number and a unit, such as `512Mi` or `30Gi`"
     match = _BYTES.fullmatch(text)
@@ -186,7 +187,7 @@ ZONED = MappingProxyType(
         "last_synced": "last_synced_at",
     }
 )
-"""The key of a time without a zone in JSON documents, most of them OSMO's → the key of the same time with its zone."""
+"""Keys of times in JSON documents: of the time without a zone (most are OSMO's) → of the same time with its zone."""
 
 
 def times(**given: float | None) -> dict[str, str | None]:

@@ -193,10 +193,9 @@ def _resources(requested: Mapping[str, object], pool: Pool) -> tuple[Resources, 
 
 
 def _count(key: str, value: object) -> int:
-    number = _quantity(key, value)
-    if number != int(number):
-        raise ValueError(f"resources_per_node: `{key}` is {value!r}: it must be a whole number")
-    return int(number)
+    if not re.fullmatch(r"\d+(?:\.0+)?", str(value)):
+        raise ValueError(f"resources_per_node: `{key}` is {value!r}: the number of GPUs must be a whole number, such as 4")
+    return int(float(str(value)))
 
 
 def _quantity(key: str, value: object) -> float:

@@ -318,9 +318,10 @@ def _warn_of_unread_variables(task: View) -> None:
         if name in _KNOWN or not name.startswith(("NCCL_", "TORCH_NCCL_")):
             continue
         near = difflib.get_close_matches(name, sorted(_KNOWN), n=1, cutoff=_NEAR)
-        hint = _WITHOUT_EFFECT.get(name) or (f"did you mean {near[0]}?" if near else "")
-        if hint:
-            environment.warn(f"`{name}` is not a variable that NCCL or torch reads", hint, key=name)
+        if name in _WITHOUT_EFFECT:
+            environment.warn(f"neither NCCL nor torch reads `{name}`", _WITHOUT_EFFECT[name], key=name)
+        elif near:
+            environment.warn(f"`{name}` is not a documented variable of NCCL or torch", f"did you mean {near[0]}?", key=name)
 
 
 # -- launcher, framework, strategy, elastic ---------------------------------------------------------------------------

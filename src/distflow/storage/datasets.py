@@ -89,6 +89,10 @@ class DatasetManifest:
         return tuple(one for one in self.files if pattern is None or pattern.match(one.path))
 
 
+class _DamagedManifest(StorageError):
+    """The manifest of a version cannot be read."""
+
+
 class Datasets:
     """The datasets below one URL."""
 
@@ -143,7 +147,7 @@ class Datasets:
     ) -> DatasetManifest:
         """Write a new version with the files of an existing one, replaced or extended by ``files``.
 
-        ``name`` is the dataset with the number of that version, or without a number for the latest one. The latest one is
+        ``name`` is ``mnist:3`` for version 3 of the dataset ``mnist``, or ``mnist`` for the latest one. The latest one is
         determined after the upload, so files that other uploads add at the same time are kept. The files of the existing
         version, and files that equal them, are not uploaded again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and
         ``NotFound`` for a missing version.
@@ -200,7 +204,7 @@ class Datasets:
         resume: bool = False,
         on_progress: Progress = ignore_progress,
     ) -> TransferResult:
-        """Download a version's files that ``regex`` matches to ``target``. Each gets its name after its SHA-256 was checked.
+        """Download to ``target`` the files of a version whose paths match ``regex``. Their SHA-256 is checked.
 
         Raises ``StorageError``.
         """
@@ -222,18 +226,30 @@ class Datasets:
         return result
 
     def remove(self, name: str, number: int) -> None:
-        """Remove a version: first its manifest, then its files that no other version shares. Its number is not used again."""
+        """Remove a version: first its manifest, then its files that no other version shares. Its number is not used again.
+
+        A version with a damaged manifest can be removed; its files that are stored with earlier versions then remain. Raises
+        ``StorageError``; if the manifest of another version is damaged, before anything is removed.
+        """
         parse_dataset(name)
-        is_listed = any(one.number == number for one in self.versions(name))
-        files = self._load(name, number).files if is_listed else ()
+        files: Sequence[DatasetFile] = ()
+        if any(one.number == number for one in self.versions(name)):
+            with suppress(_DamagedManifest):
+                files = self._load(name, number).files
+        self._files_of_others(name, number)
         self._retries.call(lambda: self._store.delete(self._manifest(name, number).key))
-        shared = {(one.number, one.path) for other in self.versions(name) for one in self._load(name, other.number).files}
+        shared = self._files_of_others(name, number)
         for at in sorted({number, *(one.number for one in files)}):
             data = self._data(name, at)
             found = select(data, self._retries.call(lambda data=data: self._store.find_removable(data.key)))  # type: ignore[misc]
             own = {one.path for one in files if one.number == at}
             unused = [one for one in found if (at, one.name) not in shared and (at == number or one.name in own)]
             delete(self._store, data, unused, retries=self._retries)
+
+    def _files_of_others(self, name: str, number: int) -> set[tuple[int, str]]:
+        """Return the files of all other versions of the dataset: the version with which each is stored, and its path."""
+        others = (one.number for one in self.versions(name) if one.number != number)
+        return {(file.number, file.path) for other in others for file in self._load(name, other).files}
 
     def _data(self, name: str, number: int) -> StorageUrl:
         return self._base.below(f"{_DATA}/{name}/{number}")
@@ -247,8 +263,10 @@ class Datasets:
             return _manifest_of(decode_object(self._read(url), max_bytes=_MANIFEST_BYTES), name, number)
         except (ValueError, KeyError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else error
-            message = f"{url} is not a manifest of a dataset: {why}"
-            raise StorageError(message, hint="upload its files as a new version") from error
+            raise _DamagedManifest(
+                f"{url} is not a manifest of a dataset: {why}",
+                hint=f"remove this version: distflow dataset delete {name}:{number}",
+            ) from error
 
     def _put(self, manifest: DatasetManifest) -> None:
         self._write(self._manifest(manifest.name, manifest.number), _text(manifest))

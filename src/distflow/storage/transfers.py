@@ -169,7 +169,8 @@ def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, P
             paths[one.name] = Path(path_inside(os.fspath(target), one.name, known))
         except OpError as error:
             raise StorageError(
-                f"{one.name!r} cannot be stored below {target}: a link there leads out of it", hint="remove the link"
+                f"{one.name!r} cannot be stored below {target}: a directory in its path is a link that leads out",
+                hint="remove this link, or choose another directory",
             ) from error
         paths[one.name].parent.mkdir(parents=True, exist_ok=True)
     return paths

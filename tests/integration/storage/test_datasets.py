@@ -266,6 +266,22 @@ def test_files_of_other_versions_stay_when_one_is_removed(base: tuple[StorageUrl
     assert data() == []
 
 
+def test_a_damaged_version_can_be_removed_and_others_only_after_it(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = open_datasets(url)
+    datasets.add("a", write_tree(tmp_path / "one", x="1", y="1"), upload_id="m1", at=0.0)
+    datasets.update("a", write_tree(tmp_path / "two", y="2"), upload_id="m2", at=0.0)
+    (folder / "versions" / "a" / "2.json").write_text("{")
+    with pytest.raises(StorageError, match="is not a manifest of a dataset") as refused:
+        datasets.remove("a", 1)
+    assert refused.value.hint == "remove this version: distflow dataset delete a:2"
+    assert fetch_files(datasets, "a", 1, tmp_path / "got") == {"x": "1", "y": "1"}
+    datasets.remove("a", 2)
+    assert {path.name for path in (folder / "data").rglob("*") if path.is_file()} == {"x", "y"}
+    datasets.remove("a", 1)
+    assert not [path for path in (folder / "data").rglob("*") if path.is_file()]
+
+
 def test_concurrent_updates_lose_no_files(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = base
     open_datasets(url).add("a", write_tree(tmp_path / "first", x="1"), upload_id="m", at=0.0)

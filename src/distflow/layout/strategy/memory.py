@@ -143,9 +143,10 @@ class _Sizes(Struct, frozen=True):
     def lines(
         self, *, shards: int = 1, parts: int = 1, recompute: bool = False, offload: bool = False
     ) -> tuple[EstimateLine, ...]:
-        """Return the memory of a rank's GPU if each matrix is divided into ``parts``.
+        """Return the estimate for a rank's GPU if each matrix is divided into ``parts``, with one line for each use.
 
-        Parameters, gradients and optimizer states are also divided into ``shards``; with ``offload`` the node keeps them.
+        Parameters, gradients and optimizer states are also divided into ``shards``. With ``offload``, they are in the memory of
+        the node and not counted.
         """
         parameter, gradient, copy = PRECISIONS[self.precision]
         count, cut = self.model.parameters, shards * parts

@@ -18,7 +18,7 @@ __all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
-    """Return whether the runner or keeper that is named in ``runner.json`` is alive."""
+    """Return whether the runner or keeper that is named in ``runner.json`` is alive on this machine."""
     if state.get("boot_id") != processes.boot_id():
         return False
     pair = [state.get("runner") or {}, state.get("keeper") or {}]
@@ -26,7 +26,7 @@ def is_pair_alive(state: Json) -> bool:
 
 
 def is_watched(directory: str) -> bool:
-    """Return whether runner or keeper is alive. They may still be alive for a moment after the end was recorded."""
+    """Return whether runner or keeper is alive, as they are for a moment after the end was recorded."""
     state = records.read_state(directory)
     return (state is not None and is_pair_alive(state)) or attempts.is_reachable(directory)
 
@@ -40,9 +40,10 @@ def may_live(directory: str) -> bool:
 
 
 def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
-    """Kill the remaining processes of an attempt that has neither a pair nor a recorded end, and record its end.
+    """Kill the remaining processes of an attempt of this machine whose runner and keeper are gone, and record its end.
 
-    Does nothing for other attempts.
+    Does nothing if one of them is alive on this machine, or if an end is recorded. If several machines share the root, the
+    caller excludes attempts of the others (``may_live``). Returns an empty answer.
 
     If the attempt's directory or state is missing, its processes are found by their environment, and nothing is recorded.
     ``stopped`` has the cause (``why``) and the time (``stopped_at``) of a stop request that may not be recorded yet.
@@ -60,7 +61,7 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
         if state is None or records.read_end(directory) is not None or is_pair_alive(state):
             return {}
         reason = EndReason.BOTH_DIED
-        message = "the task's runner and keeper were killed together (out of memory, or by hand?)"
+        message = "the task's runner and keeper were killed, perhaps because of a lack of memory, or by a user"
         if state.get("boot_id") != processes.boot_id():
             reason, message = EndReason.REBOOTED, "the node was rebooted while the task was on it"
         else:

@@ -139,5 +139,5 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
 def _describe_status(status: int) -> str:
     """Describe a wait status."""
     if os.WIFSIGNALED(status):
-        return "was killed by signal {} (out of memory, or by hand?)".format(os.WTERMSIG(status))
-    return "ended with code {}; see `pair.log` in the attempt's directory on the node".format(os.WEXITSTATUS(status))
+        return "was killed by signal {}, perhaps because of a lack of memory, or by a user".format(os.WTERMSIG(status))
+    return "ended with exit code {}; see `pair.log` in the attempt's directory on the node".format(os.WEXITSTATUS(status))

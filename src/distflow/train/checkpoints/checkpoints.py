@@ -65,7 +65,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path | None = None, *, keep_last: int = 3) -> None:
-        """``directory`` defaults to ``DISTFLOW_CHECKPOINT``. ``keep_last`` is the number of checkpoints to keep.
+        """``directory`` defaults to ``DISTFLOW_CHECKPOINT``. ``keep_last`` is the number of checkpoints that a save keeps.
 
         Warns if the ranks see different directories, unless the directory is the default (a task's ``checkpoint:``). Raises
         ``ValueError``, and ``CheckpointError`` before ``init`` or if a directory cannot be created.
@@ -111,7 +111,8 @@ class Checkpoints:
     ) -> None:
         """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
-        The save is complete after ``wait()``, another call, ``train.finish()`` or the end of the process, which report errors.
+        The save is complete after ``wait()``, the next save or load, ``train.finish()`` or the end of the process. Each of them
+        reports its errors.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -324,7 +325,8 @@ class Checkpoints:
             if text is not None:
                 by_text.setdefault(text, []).append(str(rank))
         if by_text:
-            bad = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in list(by_text.items())[:3])
+            found = list(by_text.items())[:3]
+            bad = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in found)
             raise CheckpointError(f"{what}: {bad}" if what else bad) from cause
         return result  # type: ignore[return-value]
 

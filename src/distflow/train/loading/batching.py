@@ -229,8 +229,8 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
             )
         if enable and uses_local_sgd(part):
             raise TypeError(
-                "join() cannot handle a model under local_sgd(), whose averages are not part of its passes: use a Loader with "
-                'uneven="pad"'
+                "join() cannot be used with local_sgd(): a rank that finishes early would be missing when the other ranks "
+                'average their parameters; use a Loader with uneven="pad"'
             )
     return _joined(list(parts)) if enable and dist.get_world_size() > 1 else contextlib.nullcontext()
 

@@ -351,7 +351,7 @@ class _Settings:
         if text.lower() in ("", "none"):
             return default
         if not text.isdecimal():
-            raise SshConfigError(f"`{keyword} {text}` is not a number")
+            raise SshConfigError(f"`{keyword} {text}` in the SSH configuration: write a whole number, such as `{keyword} 30`")
         return float(text)
 
     def files(self, keyword: str, default: tuple[str, ...]) -> tuple[str, ...]:
