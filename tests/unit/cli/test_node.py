@@ -66,6 +66,13 @@ def test_pools_without_nodes_of_their_own_are_refused(
         assert (out, err) == ("", f"error: {message}\n{hint}\n")
 
 
+def test_all_pools_without_nodes_of_their_own_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "distflow.yaml").write_text("default_pool: hpc\npools:\n  hpc: {backend: slurm}\n  pods: {backend: kubernetes}\n")
+    assert run(["node", "clean"]) == 2
+    message = "the pools `hpc` and `pods` have no nodes of their own, because clusters choose them"
+    assert capsys.readouterr().err == f"error: {message}\nto end leftover jobs: distflow node reap\n"
+
+
 @pytest.mark.usefixtures("folder")
 def test_reap_counts_a_pool_without_nodes_as_a_pool(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
