@@ -106,8 +106,8 @@ def check(
     """Check whether a gang can run on the nodes of a pool.
 
     The check logs in to each node, inspects its Python, disks, clock and GPUs, and tests connections between all pairs of
-    nodes. It starts no task and reserves no GPU. If Slurm, Kubernetes or Ray chooses the nodes of a pool, the command instead
-    checks the pool's settings there. The exit code is 3 if a gang cannot run on all nodes.
+    nodes. It starts no task and reserves no GPU. If Slurm, Kubernetes or Ray chooses the nodes of a pool, the command
+    checks the pool's settings with that system instead. The exit code is 3 if a gang cannot run on all nodes.
     """
     # These modules are imported here, because other commands do not need them.
     from distflow.cli.render.nodes import check_json, check_text
@@ -378,7 +378,11 @@ def set_preference(
 
 @profile_app.command("unset", epilog="Examples: distflow profile unset pool  ·  distflow profile unset notify")
 def unset_preference(key: _KeyArgument) -> None:
-    """Use the default pool of the configuration again, or notify only targets of the configuration and specs."""
+    """Remove a setting from the profile.
+
+    Without `pool`, commands use the default pool of the configuration again. Without `notify`, distflow notifies only the
+    targets of the configuration and of specs.
+    """
     _check_key(key)
     with open_client() as client:
         if key == "notify":

@@ -169,8 +169,8 @@ def _earlier_inputs(spec: WorkflowSpec) -> Iterator[EarlierInput]:
 def _source(one: EarlierInput, client: Client) -> OutputSource:
     record = client.store.find(one.workflow)
     if not record.state.is_final:
-        hint = f"wait until it has ended: distflow workflow query {record.id}"
-        raise InputError(f"{record.id} has not ended: {record.status}", hint=hint)
+        hint = f"submit again when it has ended; to wait for it: distflow workflow query {record.id} --watch"
+        raise InputError(f"the outputs of {record.id} are not complete, because it is {record.status}", hint=hint)
     tasks = {task.name: (group, task) for group in record.groups for task in group.tasks}
     if one.task not in tasks:
         raise NotFound(f"{record.id} has no task `{one.task}`", hint=did_you_mean(one.task, tasks, what="tasks"))

@@ -102,8 +102,8 @@ def is_part(name: str) -> bool:
 def has_content(path: Path, entry: Entry) -> bool | None:
     """Return whether a local file has the content of an entry.
 
-    ``None``: the sizes are equal, but the entry has no checksum, or its checksum of parts cannot be reproduced: the content
-    may differ, or the size of the parts is unknown.
+    ``None``: the sizes are equal, but the contents cannot be compared. The entry has no checksum, or a checksum of parts that
+    no known size of parts reproduces.
     """
     with local_errors(path):
         size = path.stat().st_size
@@ -157,7 +157,7 @@ class FolderStore:
     def find(self, key: str) -> Sequence[Entry]:
         """Return the file, or all files below the directory, without the incomplete files of transfers.
 
-        Links are followed, except a link to the directory at the key, or to one between the key and the link.
+        Links are followed, except a link to a directory that contains it, at or below the key: it would never end.
         """
         path = _path(key)
         with local_errors(path):
@@ -182,7 +182,7 @@ class FolderStore:
             return [_entry(path, found)] if _is_removable(found) else []
 
     def stat(self, key: str) -> Entry:
-        """Return one file."""
+        """Return the entry of one file. Raises ``StorageMissing``."""
         path = _path(key)
         with local_errors(path):
             try:

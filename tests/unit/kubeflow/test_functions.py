@@ -87,7 +87,7 @@ exec("def _without_source(): pass")
     [
         (lambda: None, None, "a lambda cannot be sent to the nodes"),
         (globals()["_without_source"], None, "the source of `_without_source` is not available"),
-        (types.FunctionType(_uses_modules.__code__, {}, "renamed"), None, "define it with `def` under this name"),
+        (types.FunctionType(_uses_modules.__code__, {}, "renamed"), None, "does not begin with `def "),
         (_closure(), None, "`returns` uses `value`, which the nodes do not have"),
         (_uses_modules, None, "`_uses_modules` uses `OUTSIDE` and `math`"),
         (_async, None, "`_async` is an `async` function"),

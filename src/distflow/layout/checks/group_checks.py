@@ -222,7 +222,7 @@ def _separate_worlds(members: Sequence[WorldMember]) -> list[Problem]:
             where=members[0].where,
             severity=Severity.WARNING,
             message=f"{and_list(member.name for member in members)} start separate worlds: no torchrun flag connects them",
-            hint=f"for one world, add {ranks_field(size)} to each task; otherwise add --standalone",
+            hint=f"for one world, add {ranks_field(size)} to each task; if each task trains alone, add --standalone",
         )
     ]
 

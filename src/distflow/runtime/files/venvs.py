@@ -82,7 +82,10 @@ def require(root: str, digest: object) -> str:
     """Return the directory of a complete environment, and note its use. Raises ``no_venv`` if it must be built first."""
     directory = directory_of(root, digest)
     if not is_complete(directory):
-        raise OpError("no_venv", "the task's Python environment is not on this node, or was removed; submit the workflow again")
+        raise OpError(
+            "no_venv",
+            "this node does not have the task's Python environment, which may have been removed; submit the workflow again",
+        )
     touch(directory)
     return directory
 

@@ -175,7 +175,7 @@ def _become_command(
 def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, parent: int) -> None:
     """Prepare this forked process for the exec of a command. Exits if ``parent`` is dead.
 
-    The process gets its own session, ``streams`` as standard input, output and error, the login's limit of descriptors, and
+    The process gets its own session, ``streams`` as standard input, output and error, the login's limit of open files, and
     default signals. All other descriptors except ``keep`` are closed. The kernel kills the process when ``parent`` dies.
     """
     signal.set_wakeup_fd(-1)
@@ -219,7 +219,7 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
         start = "" if name.startswith("/") else "; relative paths start in the task's working directory"
         return 127, "`{}` does not exist on this node{}".format(name, start)
     searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if not path.endswith("/" + netcat.TOOLS))
-    hint = "install it, or add its directory to PATH with the node's `python` or `setup`"
+    hint = "install it, or add its directory to PATH: in the node's `setup`, or by `python`, whose directory comes first"
     return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
 
 

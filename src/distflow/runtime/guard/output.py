@@ -1,10 +1,10 @@
 """The output of a command: read from pipes, and written to the log and its index. A full disk does not block the command.
 
 If the launch names the ranks, each rank has its own pipe: a FIFO ``ranks/<rank>`` in the attempt's directory. So the index of
-the log shows which rank wrote a line. Ranks of distflow's launcher open their pipes by themselves
-(``distflow.train.launcher``). For torchrun, and launchers that use it, but not in containers, a small shell script redirects
-the output: ``PYTHON_EXEC`` makes torchrun start the script instead of Python. Output that is already redirected, such as by
-torchrun's ``--tee``, is not redirected again.
+the log shows which rank wrote a line. Ranks of distflow's launcher open their pipes themselves (``distflow.train.launcher``).
+Ranks of torchrun, and of launchers that use it, are started through a small shell script that redirects their output:
+``PYTHON_EXEC`` makes torchrun start the script instead of Python. Output that is already redirected, such as by torchrun's
+``--tee``, is not redirected again. In containers, all ranks share the task's output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OutputWriter:
         return source
 
     def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[OutputPipe]:
-        """Apply the launch's settings for output, and create the pipes of its ranks. Returns the pipes as sources."""
+        """Apply the launch's settings for output, and create the pipes of its ranks. Returns the pipes."""
         self.mask(mask)
         self.limit(launch.get("max_log"))
         return self.add_ranks(_make_rank_pipes(directory, launch.get("ranks")))
@@ -91,7 +91,7 @@ class OutputWriter:
             source.mask(mask)
 
     def flush(self) -> None:
-        """Write output that was held back for the maximum time."""
+        """Write held output that is due."""
         for source in self._sources:
             source.flush(time.monotonic())
 
@@ -139,7 +139,7 @@ class OutputPipe:
         return len(data)
 
     def flush(self, at: float = _NEVER) -> None:
-        """Write held output whose maximum time ends at ``at`` or earlier (monotonic clock); by default, all held output."""
+        """Write held output that is due at ``at`` or earlier (monotonic clock); by default, all held output."""
         if at >= self._secret_due_at:
             self._secret_due_at = _NEVER
             if self._stream is not None:
@@ -309,7 +309,10 @@ exec "$python" "$@"
 
 
 def _make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
-    """Create and open the pipes of ranks (``ranks`` is ``[first, count]``), unless the file system has no FIFOs."""
+    """Create and open the pipes of ranks (``ranks`` is ``[first, count]``), and write the script for torchrun.
+
+    If a file cannot be created, return only the pipes that exist; the other ranks write to the task's output.
+    """
     first, count = ranks or (0, 0)
     folder, pipes = os.path.join(directory, RANKS), {}  # type: str, Dict[int, int]
     try:

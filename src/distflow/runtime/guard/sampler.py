@@ -8,7 +8,7 @@ task. It continues while no agent is connected, and ends with the runner.
 unknown value. The object is repeated, so that the end of the file can be read alone. docs/metrics.md lists the names.
 
 The CPU time is limited: each pause is at least 300 times the CPU time of the previous sample. The file's growth is limited,
-too: the interval doubles after every ``_BYTES_PER_INTERVAL``. A task with 8 GPUs writes about 15 MB in three weeks.
+too: the interval doubles for each 2 MiB of the file. A task with 8 GPUs writes about 15 MB in three weeks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["end", "fork", "record"]
 
 INTERVAL_S = 5.0
 _WAIT_S = 1.0
-_INVERSE_SHARE = 300
+_PAUSE_PER_CPU_SECOND = 300
 """Each pause is at least this many times the CPU time of the sample before it."""
-_BYTES_PER_INTERVAL = 2 << 20
+_BYTES_PER_DOUBLING = 2 << 20
 _ROWS_PER_HEADER = 100
 _NICE = 10
 _END_S = 0.2
@@ -54,7 +54,10 @@ _HOST = {
 
 
 def fork(handles: AttemptHandles, keeper: int, shared: mmap.mmap) -> Optional[int]:
-    """Fork the sampler in the runner. Returns its process id, or None if no process can be created."""
+    """Fork the sampler in the runner. Returns its process id, or None if no process can be created.
+
+    ``keeper`` is the keeper's process id. ``shared`` is the memory with the task's secrets, which the sampler closes.
+    """
     runner = os.getpid()
     try:
         pid = os.fork()
@@ -66,7 +69,7 @@ def fork(handles: AttemptHandles, keeper: int, shared: mmap.mmap) -> Optional[in
 
 
 def end(pid: Optional[int]) -> None:
-    """Kill the sampler, and reap it unless it hangs in a driver. The caller blocks SIGCHLD."""
+    """Kill the sampler, and reap it unless it hangs in a driver. SIGCHLD must be blocked: this function waits for it."""
     if pid is None:
         return
     os.kill(pid, signal.SIGKILL)
@@ -114,7 +117,7 @@ def record(
     gpus = gpu_usage.open_gpus(gpu_ids)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     table = _Table(os.open(log_files.SAMPLES, flags, 0o600, dir_fd=dir_fd))
-    fixed = {_HOST[name]: value for name, value in host_usage.limits().items()}
+    limits = {_HOST[name]: value for name, value in host_usage.limits().items()}
     host.read()
     pause_s = _WAIT_S
     while True:
@@ -123,10 +126,10 @@ def record(
         values = {_HOST[name]: value for name, value in (host.read() or {}).items()}
         for gpu, found in gpus.read().items():
             for name, value in found.items():
-                target = fixed if name in gpu_usage.LIMITS else values
+                target = limits if name in gpu_usage.LIMITS else values
                 target["system/gpu{}/{}".format(gpu, name)] = value
-        size = table.add(now(), values, fixed)
-        pause_s = max(interval_s * 2 ** (size // _BYTES_PER_INTERVAL), _INVERSE_SHARE * (time.process_time() - began))
+        size = table.add(now(), values, limits)
+        pause_s = max(interval_s * 2 ** (size // _BYTES_PER_DOUBLING), _PAUSE_PER_CPU_SECOND * (time.process_time() - began))
 
 
 class _Table:
@@ -135,18 +138,18 @@ class _Table:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._columns: List[str] = []
-        self._fixed: Dict[str, float] = {}
+        self._limits: Dict[str, float] = {}
         self._rows = 0
         self._is_torn = False
 
-    def add(self, at: float, values: Dict[str, float], fixed: Dict[str, float]) -> int:
+    def add(self, at: float, values: Dict[str, float], limits: Dict[str, float]) -> int:
         """Append a sample. Returns the size of the file in bytes."""
         known = set(self._columns)
         lines = []
-        if self._rows % _ROWS_PER_HEADER == 0 or not known.issuperset(values) or fixed != self._fixed:
+        if self._rows % _ROWS_PER_HEADER == 0 or not known.issuperset(values) or limits != self._limits:
             self._columns += sorted(set(values) - known)
-            self._fixed = dict(fixed)
-            lines.append(_text({"columns": ["time", *self._columns], "limits": {k: _short(v) for k, v in fixed.items()}}))
+            self._limits = dict(limits)
+            lines.append(_text({"columns": ["time", *self._columns], "limits": {k: _short(v) for k, v in limits.items()}}))
         self._rows += 1
         lines.append(_text([round(at, 1), *(_short(values.get(name)) for name in self._columns)]))
         text = ("\n" * self._is_torn + "".join(line + "\n" for line in lines)).encode("ascii")

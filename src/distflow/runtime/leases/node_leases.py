@@ -283,7 +283,7 @@ def _lock_list(directory: int) -> int:
         if is_locked:
             return list_lock
     raise OpError(
-        "busy", "another process on this machine keeps `claims.lock` in the lease directory locked; `lslocks` shows which"
+        "busy", "another process on this node keeps `claims.lock` in the lease directory locked; `lslocks` on the node shows it"
     )
 
 

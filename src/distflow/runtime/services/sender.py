@@ -5,9 +5,9 @@ such as a checkpoint. After the reply about the packed files, the submitter send
 that it already has. For a ``place``, a line ``{"got": true}`` ends the transfer, and the sender removes the packed files.
 
 Standard output: lines ``{"packing": n, "of": m}`` (bytes) during packing, then ``{"hash", "size", "files", "left_out"}``. An
-empty ``hash`` means that there is nothing to send. After ``at``, frames with the remaining bytes follow. An error is a line
-``{"error": {"kind", "message"}}``, but an error frame among the frames. The sender also exits if the submitter sends nothing
-for 30 s, not even an empty line (``frames.Peer``). See docs/agent-protocol.md.
+empty ``hash`` means that there is nothing to send. After ``at``, frames with the remaining bytes follow. An error before
+the frames is a line ``{"error": {"kind", "message"}}``; later, it is an error frame. The sender also exits if the submitter
+sends nothing for 30 s, not even an empty line (``frames.Peer``). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations

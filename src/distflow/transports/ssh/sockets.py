@@ -175,7 +175,10 @@ class ProxyProcess:
         return self._stderr.decode("utf-8", "replace").strip()
 
     def close(self) -> None:
-        """Stop the command and its child processes. May be called twice, and never raises."""
+        """Send SIGTERM to the command and its child processes, and SIGKILL if the command then does not end.
+
+        May be called twice, and never raises.
+        """
         with contextlib.suppress(OSError):
             self.socket.close()
         if self._process.returncode is not None:
