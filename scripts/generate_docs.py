@@ -30,7 +30,7 @@ from distflow.documents.problems import ProblemsFound
 from distflow.documents.schema import load_schema
 from distflow.lifecycle import states
 from distflow.lifecycle.exits import CODES
-from distflow.lifecycle.states import MOVES, REASON_TEXT, WORKFLOW_MOVES, Reason, State, WorkflowState
+from distflow.lifecycle.states import REASON_TEXT, TRANSITIONS, WORKFLOW_TRANSITIONS, Reason, State, WorkflowState
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -257,12 +257,12 @@ def member_docs(name: str) -> dict[str, str]:
 
 def state_table() -> str:
     """Return the states of tasks and groups, with the states that may follow."""
-    return _moves_table(State, MOVES, member_docs("State"))
+    return _moves_table(State, TRANSITIONS, member_docs("State"))
 
 
 def workflow_state_table() -> str:
     """Return the states of workflows, with the states that may follow."""
-    return _moves_table(WorkflowState, WORKFLOW_MOVES, member_docs("WorkflowState"))
+    return _moves_table(WorkflowState, WORKFLOW_TRANSITIONS, member_docs("WorkflowState"))
 
 
 def _moves_table(members: Any, moves: Mapping[Any, Sequence[Any]], docs: Mapping[str, str]) -> str:

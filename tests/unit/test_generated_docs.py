@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from distflow.documents.schema import load_schema
-from distflow.lifecycle.states import MOVES, Reason, State
+from distflow.lifecycle.states import TRANSITIONS, Reason, State
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -94,7 +94,7 @@ def test_the_drawing_of_a_gang_shows_all_states_and_only_legal_moves() -> None:
     assert boxes == {state.value for state in State} - {"RESCHEDULED"}  # a state of attempts, not of gangs
     moves = {(State(before), State(after)) for before, after in re.findall(r'id="([A-Z]+)-([A-Z]+)"', drawing)}
     assert len(moves) == drawing.count(" id=") - drawing.count("<marker")
-    assert all(after in MOVES[before] for before, after in moves)
+    assert all(after in TRANSITIONS[before] for before, after in moves)
     assert {state for move in moves for state in move} == {State(name) for name in boxes}
 
 

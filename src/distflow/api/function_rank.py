@@ -50,7 +50,7 @@ def main() -> None:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, ImportError):
-            why += "; install missing packages on the nodes, such as with `venv`"
+            why += "; install missing packages on the nodes, for example with `venv=` of `distflow.run` or `Launcher`"
         _exit_with_error(result_path, f"the function cannot be loaded with {sys.executable}: {why}")
     try:
         value = function(*args, **kwargs)

@@ -82,7 +82,7 @@ def set_command(
 
     The keys of REGISTRY are auth, registry and username. The keys of DATA are access_key_id, access_key, endpoint (such as
     s3://bucket), region, override_url and addressing_style. A new DATA or REGISTRY credential for the same endpoint or registry
-    replaces the old one. The name of any other existing credential is refused.
+    replaces the old one. If another credential has the name, the command fails.
     """
     if bool(payload) == bool(payload_file):
         raise InputError(

@@ -105,8 +105,8 @@ def update(
 ) -> None:
     """Create a version of a dataset by adding files.
 
-    The new version has the files of the latest version, or of VERSION, and local files, which replace files with the same path.
-    The files of that version, and local files that equal them, are not uploaded again.
+    The new version has the files of an existing version (the latest, or VERSION) and the local files. A local file replaces a
+    file with the same path. Files that the existing version has are not uploaded again.
     """
     _create_version(name, paths, regex, format_type, is_update=True)
 

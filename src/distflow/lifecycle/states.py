@@ -12,10 +12,10 @@ from enum import Enum
 from types import MappingProxyType
 
 __all__ = [
-    "MOVES",
     "OSMO_STATUSES",
     "REASON_TEXT",
-    "WORKFLOW_MOVES",
+    "TRANSITIONS",
+    "WORKFLOW_TRANSITIONS",
     "Reason",
     "State",
     "WorkflowState",
@@ -144,7 +144,7 @@ _FAILED_STATUS: Mapping[Reason, str] = MappingProxyType(
     }
 )
 
-MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
+TRANSITIONS: Mapping[State, tuple[State, ...]] = MappingProxyType(
     {
         State.WAITING: (State.SCHEDULING, State.FAILED, State.CANCELED),
         State.SCHEDULING: (State.INITIALIZING, State.FAILED, State.CANCELED),
@@ -161,7 +161,7 @@ MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
 )
 """The states that may follow each state. Only tasks become ``RESCHEDULED``."""
 
-WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxyType(
+WORKFLOW_TRANSITIONS: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxyType(
     {
         WorkflowState.PENDING: (
             WorkflowState.RUNNING,
@@ -180,7 +180,7 @@ WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxy
 
 def is_legal(before: State, after: State) -> bool:
     """Return whether a task or group may change from ``before`` to ``after``. Equal states are always allowed."""
-    return before is after or after in MOVES[before]
+    return before is after or after in TRANSITIONS[before]
 
 
 def status_of(state: State, reason: Reason | None) -> str:

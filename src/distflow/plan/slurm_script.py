@@ -79,8 +79,10 @@ def slurm_script(
     external = _external(plan, contents)
     if external and not files_next_to_it:
         size, most = sum(map(len, contents.values())) / 2**20, _MOST_EMBEDDED / 2**20
-        hint = "add `--output FILE`: distflow then writes them to the directory FILE.files"
-        raise InputError(f"the files of the spec have {size:.1f} MiB, and a script can contain at most {most:g} MiB", hint=hint)
+        hint = "add `--output FILE`: distflow then writes the largest ones to the directory FILE.files"
+        raise InputError(
+            f"the files of the spec have {size:.1f} MiB in total, and a script can contain at most {most:g} MiB", hint=hint
+        )
     files = shared_files(plan)
     warnings = slurm_limits(plan, spec, pool, contents)
     is_graph = len(groups) > 1

@@ -47,7 +47,10 @@ class Host:
 
 
 def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
-    """Return the valid hosts in order, and the first findings (at most 50) with a summary of the others."""
+    """Return the valid hosts in order, and the first findings (at most 50) with a summary of the others.
+
+    If the file does not look like a hostfile, only two findings are returned.
+    """
     problems: list[Problem] = []
     given: list[Host] = []
     named = 0
@@ -188,7 +191,8 @@ def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
 def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Problem]:
     """Return the first findings and a summary of the others.
 
-    ``lines`` is the number of lines that are not empty or comments. With more findings than that, the file is not a hostfile.
+    ``lines`` is the number of lines that are not empty or comments. With more findings than that, and more than two, the
+    file is probably not a hostfile.
     """
     is_not_hostfile = len(problems) > max(lines, _MOST_IF_NOT_HOSTFILE)
     most = _MOST_IF_NOT_HOSTFILE if is_not_hostfile else _MOST_PROBLEMS

@@ -1,8 +1,8 @@
 """Replace ``$(NAME)`` in ``command``, ``args`` and ``environment`` by the value of that variable, as Kubernetes does for OSMO.
 
 The variables are in the task's ``environment``. A value in ``environment`` can refer to the variables above it. An unknown name
-is not replaced, so a shell can still run a command: ``$(date)``. ``$$(NAME)`` becomes the text ``$(NAME)``. Kubernetes also
-replaces every other ``$$`` by ``$``. distflow does not, because ``$$`` is the process id in a shell script.
+is not replaced, so a shell can still run a command: ``$(date)``. ``$$(NAME)`` becomes the text ``$(NAME)``. In other places,
+Kubernetes replaces ``$$`` by ``$``; distflow does not, because ``$$`` is the process id in a shell script.
 
 Source: ``third_party/forked/golang/expansion`` of Kubernetes 1.30.
 """

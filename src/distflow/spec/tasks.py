@@ -248,8 +248,8 @@ def _texts(spec: TaskSpec) -> Iterator[Text]:
 _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "hostNetwork": (
-            "`hostNetwork` is ignored: tasks use the node's network, and pods do so if the pool sets `host_network`",
-            "remove it",
+            "`hostNetwork` is ignored: outside of Kubernetes, tasks always use the node's network",
+            "remove it; for Kubernetes, set `host_network` of the pool",
         ),
         "downloadType": ("`downloadType` is ignored: distflow always downloads inputs", "remove it"),
         "cacheSize": ("`cacheSize` is ignored: nodes have no cache of inputs", "remove it"),

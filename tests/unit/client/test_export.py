@@ -72,7 +72,7 @@ def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
     spec = one_task(files=[{"path": "big.bin", "localpath": "big.bin"}, {"path": "small.bin", "localpath": "small.bin"}])
     assert run(["workflow", "export", spec, "--to", "slurm"]) == 2
     assert (
-        "the files of the spec have 2.0 MiB, and a script can contain at most 1 MiB\nadd `--output FILE`"
+        "the files of the spec have 2.0 MiB in total, and a script can contain at most 1 MiB\nadd `--output FILE`"
         in capsys.readouterr().err
     )
     out, _ = exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch")

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from distflow.lifecycle.states import (
-    MOVES,
     REASON_TEXT,
-    WORKFLOW_MOVES,
+    TRANSITIONS,
+    WORKFLOW_TRANSITIONS,
     Reason,
     State,
     WorkflowState,
@@ -28,8 +28,8 @@ OSMO_STATUSES = {
 
 
 def test_every_state_and_reason_is_in_its_table() -> None:
-    assert set(MOVES) == set(State)
-    assert set(WORKFLOW_MOVES) == set(WorkflowState)
+    assert set(TRANSITIONS) == set(State)
+    assert set(WORKFLOW_TRANSITIONS) == set(WorkflowState)
     assert set(REASON_TEXT) == set(Reason)
 
 
@@ -53,7 +53,7 @@ def test_a_final_state_can_be_reached_from_every_state() -> None:
     for state in State:
         reached, frontier = {state}, [state]
         while frontier:
-            frontier = [after for before in frontier for after in MOVES[before] if after not in reached]
+            frontier = [after for before in frontier for after in TRANSITIONS[before] if after not in reached]
             reached |= set(frontier)
         assert any(one.is_final for one in reached), state
 

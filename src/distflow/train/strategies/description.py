@@ -94,7 +94,8 @@ class Strategy:
         """Return this strategy with some options added or replaced. Raises ``ValueError`` for invalid options."""
         if sizes := MESH_SIZES.keys() & options:
             raise ValueError(
-                f"`{min(sizes)}` cannot be set on a Strategy, because its mesh is already defined: change `shape` and `names`"
+                f"`{min(sizes)}` cannot be set on a Strategy, because its mesh is already defined: change `shape` and `names`, "
+                "or `mesh_shape` of the spec"
             )
         merged = _normal({**self.options, **options}, list(OPTIONS))
         _refuse(misfits(self.kind, merged))

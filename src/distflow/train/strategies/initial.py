@@ -40,7 +40,7 @@ def is_on_meta_device(model: nn.Module, loaded: Collection[str] = ()) -> bool:
     if unable := [name or "the model itself" for name, _, initialize in _to_fill(model, loaded) if initialize is None]:
         raise ValueError(
             f"modules on the meta device need reset_parameters() or init_weights() to initialize their own tensors; "
-            f"modules without these methods: {', '.join(unable)}"
+            f"modules without these methods: {', '.join(unable)}; add one to them, or create the model on a real device"
         )
     return True
 

@@ -26,8 +26,8 @@ __all__ = ["check_sequences", "part_of_sequences"]
 def check_sequences(model: nn.Module, device: str) -> None:
     """Raise ``ValueError`` if context parallelism does not support the model or the device."""
     if hasattr(model, "base_model_prefix"):
-        what = "torch does not support attention masks, which Hugging Face models create"
-        raise ValueError(f"context parallelism: {what}; use a model without masks, or remove the axis `cp`")
+        what = "torch's ring attention does not support attention masks, which Hugging Face models create"
+        raise ValueError(f"context parallelism: {what}; use a model without masks, or remove `cp_size`")
     if not has_ring_attention(device):
         raise ValueError(f"context parallelism: torch {torch.__version__} needs GPUs for it; use sequence_parallel with tp")
 

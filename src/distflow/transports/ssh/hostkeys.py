@@ -156,7 +156,10 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
             ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"], input=line.encode(), capture_output=True, check=False, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot be run: {error}") from error
+        why = f"cannot be started: {error.strerror}" if isinstance(error, OSError) else "did not answer within 30 s"
+        raise SshConfigError(
+            f"RevokedHostKeys {file} is a binary list, and ssh-keygen, which reads it, {why}; no host is trusted without it"
+        ) from error
     if done.returncode not in (0, 1):
         reason = done.stderr.decode("utf-8", "replace").strip()
         reason = reason or f"ssh-keygen failed with exit code {done.returncode}"

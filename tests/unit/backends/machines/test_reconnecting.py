@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from distflow.backends.machines.connection.reconnecting import Reconnecting
+from distflow.backends.machines.connection.reconnecting import ReconnectBackoff
 
 
 class _Clock:
@@ -22,8 +22,8 @@ def _tries(
 ) -> list[float]:
     """Return when tries begin, in seconds since the node's last message; each fails after ``lasts_s``."""
     clock = _Clock()
-    tries = Reconnecting(lost_after_s, clock=clock, jitter=lambda low, high: low + (high - low) * dice)
-    tries.was_connected(0.0)
+    tries = ReconnectBackoff(lost_after_s, clock=clock, jitter=lambda low, high: low + (high - low) * dice)
+    tries.restart(0.0)
     begun = []
     while clock.at < 1000.0 + until_s:
         clock.at += tries.pause_s(is_refused=is_refused)
@@ -67,20 +67,20 @@ def test_a_lost_node_is_tried_rarely() -> None:
 
 def test_the_wait_begins_at_the_last_heartbeat() -> None:
     clock = _Clock()
-    tries = Reconnecting(20.0, clock=clock, jitter=lambda *_: 1.0)
+    tries = ReconnectBackoff(20.0, clock=clock, jitter=lambda *_: 1.0)
     clock.at += 500.0
     assert tries.last_try_in_s is None
-    tries.was_connected(8.0)
+    tries.restart(8.0)
     assert tries.last_try_in_s == pytest.approx(20.0 - 8.0 - 5.0)
 
 
 def test_pauses_grow_if_connections_break_at_once() -> None:
     clock = _Clock()
-    tries = Reconnecting(120.0, clock=clock, jitter=lambda *_: 1.0)
+    tries = ReconnectBackoff(120.0, clock=clock, jitter=lambda *_: 1.0)
     pauses = []
     for _ in range(6):
-        tries.was_connected(0.0, 0.5)
+        tries.restart(0.0, 0.5)
         pauses.append(tries.pause_s(is_refused=False))
     assert pauses == [0.1, 0.5, 1.0, 2.0, 4.0, 4.0]
-    tries.was_connected(0.0, 60.0)
+    tries.restart(0.0, 60.0)
     assert tries.pause_s(is_refused=False) == 0.1

@@ -112,7 +112,7 @@ class _Check:
         return found
 
     def quotas(self) -> Iterator[Finding]:
-        """Check for quotas that are used up."""
+        """Check for quotas of pods and ConfigMaps that are used up."""
         try:
             quotas = self._api.objects("resourcequotas")
         except ApiError:
@@ -134,7 +134,7 @@ class _Check:
                     "workflows that need this wait until other objects release it",
                 )
             else:
-                yield note("quota", self._at, f"no resource of quota `{name}` is used up", "")
+                yield note("quota", self._at, f"quota `{name}` has room for pods and ConfigMaps", "")
 
     def gpus(self, platform: str) -> Iterator[Finding]:
         """Check that nodes of a platform exist and have its GPUs, if the nodes may be listed."""
@@ -186,7 +186,9 @@ class _Check:
             yield error("pod", self._at, refused.message, refused.hint)
         except ApiError as refused:
             hint = "change the `kubernetes` settings of the pool"
-            if "PodSecurity" in refused.message:
+            if "exceeded quota" in refused.message:
+                hint = "wait until other pods release the quota, or ask the administrator of the cluster for more"
+            elif "PodSecurity" in refused.message:
                 hint = "add a `securityContext` to the pod template"
             elif refused.status == 404 and self.settings.scheduler == "volcano":
                 hint = NO_VOLCANO
@@ -221,7 +223,7 @@ class _Check:
         return []
 
     def _outcome(self, python: str, name: str) -> Finding:
-        deadline, pause, last = Deadline(_POD_S), threading.Event(), "it did not start"
+        deadline, pause, last = Deadline(_POD_S), threading.Event(), "unknown"
         while not deadline.has_passed:
             found = self._api.objects("pods", fields=f"metadata.name={name}")
             if not found:
@@ -240,10 +242,10 @@ class _Check:
             if state.phase is PodPhase.FAILED:
                 hint = "change `kubernetes.image` or `python` of the pool" if state.is_final else "run the check again"
                 return error("image", self._at, f"a pod {state.message}", hint)
-            last = state.message or last
+            last = state.message or ("running" if state.phase is PodPhase.RUNNING else last)
             pause.wait(_POLL_S)
         return warning(
-            "pod", self._at, f"a pod did not run within {_POD_S:g} s: {last}",
+            "pod", self._at, f"the pod of the check did not complete within {_POD_S:g} s; its last status: {last}",
             "check whether the cluster has free nodes, and whether they can pull the image",
         )  # fmt: skip
 
@@ -254,7 +256,7 @@ def _message(pod: Pod) -> str:
 
 
 def _concerns_distflow(key: str) -> bool:
-    """Return whether a key of a quota limits pods or ConfigMaps, and not objects that distflow does not create.
+    """Return whether a key of a quota limits pods or ConfigMaps, the objects that distflow creates.
 
     Source: https://kubernetes.io/docs/concepts/policy/resource-quotas/
     """

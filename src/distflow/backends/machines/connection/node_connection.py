@@ -31,7 +31,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, now
-from distflow.backends.machines.connection.reconnecting import Reconnecting, heartbeat_s
+from distflow.backends.machines.connection.reconnecting import ReconnectBackoff, heartbeat_s
 from distflow.backends.machines.connection.training_address import path_prepend, training_address
 from distflow.backends.machines.connection.transfers import (
     Blob,
@@ -338,7 +338,7 @@ class NodeConnection:
     # Connecting and reconnecting.
 
     def _keep_connected(self) -> None:
-        tries = Reconnecting(self._pool.node_lost_after_s)
+        tries = ReconnectBackoff(self._pool.node_lost_after_s)
         while True:
             self._broken.clear()  # before the check: `close` sets `_closing` and then `_broken`
             if self._closing.is_set():
@@ -351,7 +351,7 @@ class NodeConnection:
                     while not self._broken.wait(_ROOM_S):
                         self._resume_waiting()
                 silent_s = link.silent_s
-                tries.was_connected(silent_s, time.monotonic() - began)
+                tries.restart(silent_s, time.monotonic() - began)
                 heard_at = now() - silent_s
                 if silent_s >= link.ping_s:
                     self._transport.hang_up()  # a dead connection would delay the next try
@@ -378,7 +378,7 @@ class NodeConnection:
             )  # fmt: skip
             self._closing.wait(tries.pause_s(is_refused=is_refused))
 
-    def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
+    def _connect(self, tries: ReconnectBackoff) -> closing[AgentLink]:
         """Start an agent. The caller's ``with`` block closes the link, whose pings would otherwise keep the agent alive.
 
         Aborts this try if it still runs when the last try before ``node_lost_after`` must begin.

@@ -1,4 +1,4 @@
-"""The times of tries to reconnect to a node.
+"""The backoff between tries to reconnect to a node.
 
 While a pool still waits for the node (``node_lost_after``), the tries are at most a few seconds apart, or about 10 to 30 s
 after refused logins. The last of them comes just before the wait ends, so that a node that returns in time is found. After
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-__all__ = ["Reconnecting", "heartbeat_s"]
+__all__ = ["ReconnectBackoff", "heartbeat_s"]
 
 _PAUSES: Mapping[tuple[bool, bool], tuple[float, ...]] = MappingProxyType(
     {
@@ -41,7 +41,8 @@ _SHORTEST_HEARTBEAT_S = 0.2
 def heartbeat_s(ping_s: float, lost_after_s: float) -> float:
     """Return the interval of heartbeats in seconds.
 
-    If ``lost_after_s`` is at least 2, a silent node is noticed in less than half of that time.
+    It is at most ``ping_s``. A connection counts as broken after about four intervals without an answer. If ``lost_after_s`` is
+    at least 2, this is less than half of that time.
 
     >>> heartbeat_s(5.0, 120.0), heartbeat_s(5.0, 10.0)
     (5.0, 1.0)
@@ -49,8 +50,8 @@ def heartbeat_s(ping_s: float, lost_after_s: float) -> float:
     return min(ping_s, max(_SHORTEST_HEARTBEAT_S, lost_after_s / _HEARTBEATS))
 
 
-class Reconnecting:
-    """The tries to reach one node."""
+class ReconnectBackoff:
+    """The pauses between tries to reach one node."""
 
     def __init__(
         self,
@@ -71,8 +72,8 @@ class Reconnecting:
         self._tries: Counter[tuple[bool, bool]] = Counter()
         self._has_last_try = False
 
-    def was_connected(self, silent_s: float, lasted_s: float = math.inf) -> None:
-        """Restart: the node answered until ``silent_s`` seconds ago, and the connection lasted ``lasted_s`` seconds.
+    def restart(self, silent_s: float, lasted_s: float = math.inf) -> None:
+        """Restart the wait: the node answered until ``silent_s`` seconds ago, and the connection lasted ``lasted_s`` seconds.
 
         After a short connection, the pauses keep growing, because the next connection may break just as soon.
         """
@@ -82,7 +83,10 @@ class Reconnecting:
         self._has_last_try = False
 
     def pause_s(self, *, is_refused: bool) -> float:
-        """Return the seconds to wait before the next try. ``is_refused``: the last login was refused."""
+        """Return the seconds to wait before the next try. ``is_refused``: the last login was refused.
+
+        One pause is shortened, so that a last try begins just before the wait for the node ends.
+        """
         kind = (is_refused, self._clock() >= self._lost_at)
         pause_s = _PAUSES[kind][min(self._tries[kind], len(_PAUSES[kind]) - 1)] * self._jitter(1 - _JITTER, 1 + _JITTER)
         self._tries[kind] += 1
@@ -94,6 +98,6 @@ class Reconnecting:
 
     @property
     def last_try_in_s(self) -> float | None:
-        """Return in how many seconds the last try must begin; ``None`` if that time has passed."""
+        """The number of seconds until the last try must begin; ``None`` if that time has passed."""
         left_s = self._lost_at - self._margin_s - self._clock()
         return left_s if left_s > 0 else None

@@ -159,7 +159,7 @@ def fetch_output(
         if place is not None and not digest:
             return Fetched(digest="", size=0, files=0, left_out=())
         if not _SHA_256.fullmatch(digest):
-            raise AgentError(transport.name, "bad_request", f"it sent an invalid checksum of its output: {digest!r}")
+            raise AgentError(transport.name, "bad_request", f"it sent an invalid checksum of the packed files: {digest!r}")
         found = Fetched(digest=digest, size=size, files=int(reply["files"]), left_out=tuple(reply["left_out"]))
         if stays is not None and stays(digest, size):
             return replace(found, is_here=False)

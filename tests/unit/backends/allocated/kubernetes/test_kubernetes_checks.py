@@ -71,7 +71,7 @@ def _messages(api: KubernetesApi) -> list[str]:
 
 @pytest.mark.parametrize(
     ("used", "message"),
-    [("2000m", "quota `cpus` is used up: cpu 2000m of 2"), ("1999m", "no resource of quota `cpus` is used up")],
+    [("2000m", "quota `cpus` is used up: cpu 2000m of 2"), ("1999m", "quota `cpus` has room for pods and ConfigMaps")],
 )
 def test_the_quantities_of_a_quota_may_have_different_units(used: str, message: str) -> None:
     pytest.importorskip("kubernetes")
@@ -83,7 +83,7 @@ def test_a_quota_for_other_objects_than_pods_is_not_reported_as_used_up() -> Non
     pytest.importorskip("kubernetes")
     counts = {"services.loadbalancers": "0", "requests.storage": "0"}
     quota = {"metadata": {"name": "objects"}, "status": {"hard": counts, "used": counts}}
-    assert "no resource of quota `objects` is used up" in _messages(_Api(resourcequotas=quota))
+    assert "quota `objects` has room for pods and ConfigMaps" in _messages(_Api(resourcequotas=quota))
 
 
 @pytest.mark.parametrize(("written", "shown"), [("3.12.1", "3.12.1"), ("not a version", "of unknown version")])
