@@ -79,7 +79,10 @@ EXPECTED = {
     "another_shape": ("collective-mismatch", "called allreduce of shape [3, 3]"),
     "another_size_unchecked": ("collective-mismatch", "rank 1 (worker on gpu2) received 4096 bytes but expected 512"),
     "barrier_missed": ("barrier-missed", "rank 1 (worker on gpu2) did not arrive; rank 0 (master on gpu1) waited"),
-    "collective_missed": ("collective-timeout", "rank 0 (master on gpu1) waited for 3 s; worker on gpu2 did not wait"),
+    "collective_missed": (
+        "collective-timeout",
+        "rank 0 (master on gpu1) waited for 3 s; no timeout was reported by worker on gpu2",
+    ),
     "rank_killed": ("killed", "rank 1 (worker on gpu2) was ended by SIGKILL"),
     "rank_raises": (
         "peer-died",

@@ -282,7 +282,7 @@ def test_the_full_state_dict_is_gathered_on_rank_0(worlds: Worlds) -> None:
         ("interleaved", "interleaved_1f1b, activation_checkpointing and the axes fsdp and tp need an nn.Sequential"),
         ("stages", "2 stages need at least 2 top-level layers, and the model has 1"),
         ("same point", "4 stages need 3 different split_points, not head, head, head"),
-        ("first child", "split_points cannot contain 'embedding'; possible: block0, block1, head"),
+        ("first child", "split_points cannot contain 'embedding': a later stage begins at one of block0, block1, head"),
         ("unknown module", "stages cannot begin at the split_points third"),
         ("option", "no option 'mixd_precision': did you mean 'mixed_precision'?"),
         ("option of the spec", "no option 'bucket_cap'"),

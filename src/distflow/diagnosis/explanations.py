@@ -168,7 +168,7 @@ def master(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def timeout(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the ranks that waited, how long, and the tasks that did not wait."""
+    """Return the ranks that reported a timeout, how long they waited, and the tasks that reported none."""
     found = next((hit.match.groupdict() for hit in hits if hit.match.groupdict().get("ms")), {})
     what = found.get("op") or ""
     # gloo reports only "send" or "recv", one side of a transfer, and not the name of the collective.
@@ -176,7 +176,7 @@ def timeout(case: Case, hits: Sequence[Hit]) -> str:
     long = f" for {seconds_text(int(found['ms']) / 1000)}" if found.get("ms") else ""
     waiting = {hit.outcome.task for hit in hits}
     others = [outcome.place for outcome in case.outcomes if outcome.ranks and outcome.task not in waiting]
-    rest = f"; {', '.join(others[:_SHOWN])} did not wait" if others else ""
+    rest = f"; no timeout was reported by {', '.join(others[:_SHOWN])}" if others else ""
     return f"{_who(hits)} waited{what}{long}{rest}"
 
 

@@ -165,4 +165,6 @@ def _problem_of(line: str, where: Mark) -> Problem | None:
     hint = (
         "send your own code with `files` and install only its requirements, or write an absolute path that exists on all nodes"
     )
-    return Problem(where=where, message=f"`{location}` is a path on this machine, which nodes cannot install", hint=hint)
+    return Problem(
+        where=where, message=f"`{location}` is not an absolute path or a URL, so the nodes cannot find it", hint=hint
+    )

@@ -35,7 +35,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_read_only(path: Path) -> bool:
-    """Return whether the file exists but this user cannot write it or its directory."""
+    """Return whether the file exists, and this user may not write to it or to its directory."""
     return path.exists() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK | os.X_OK))
 
 

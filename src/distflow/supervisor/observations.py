@@ -554,7 +554,7 @@ def _adjust_group(group: GroupRecord, backoff_s: float, now: float) -> GroupReco
         initializing_at=_earlier(group.initializing_at, now),
         running_at=_earlier(group.running_at, now),
         stopping_at=_earlier(group.stopping_at, now),
-        not_before=min(group.not_before, now + 1.0),
+        not_before=min(group.not_before, now + LEASE_BACKOFF_S[0]),
         backoff_until=backoff_until,
         refusals=tuple(replace(one, until=min(one.until, now + LEASE_BACKOFF_S[-1])) for one in group.refusals),
         transfer_results=tuple(replace(one, at=min(one.at, now)) for one in group.transfer_results),

@@ -207,7 +207,7 @@ class MultiplexedChannel:
             if self._output_ended:
                 raise ValueError("output after the end of the output")
             if self._allowed < 0:
-                raise ValueError("more output than this side requested")
+                raise ValueError("more output than distflow requested")
             self._output += content
             self._output_ended = not content
             self._allow(len(content) if self._collects else 0)

@@ -1,4 +1,4 @@
-"""Find which ranks see the same directory under one path, and copy files between the different directories."""
+"""Find which ranks see the same directory at a path, and copy files between different directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 16 << 20
 
 
 class RankDirectories:
-    """The directories under one path: one for all ranks, or one for each machine or task."""
+    """The directories that ranks see at a path: one for all of them, or one for each machine or task."""
 
     def __init__(self, holders: Sequence[int]) -> None:
         """``holders``: for each rank, the lowest rank that sees the same directory."""
@@ -32,19 +32,19 @@ class RankDirectories:
 
     def files_to_check(self, names: Collection[str]) -> list[str]:
         """Return the files that this rank checks, when all ranks with the same directory share the work."""
-        mates = [rank for rank, holder in enumerate(self.holders) if holder == self.holder]
-        return sorted(names)[mates.index(self._rank) :: len(mates)]
+        ranks_of_directory = [rank for rank, holder in enumerate(self.holders) if holder == self.holder]
+        return sorted(names)[ranks_of_directory.index(self._rank) :: len(ranks_of_directory)]
 
     def copy_files(
         self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], writers: Collection[int],
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        """Copy each owner's files from its ``source`` to ``target`` on the ranks ``writers``. All ranks must call this.
+        """Copy files between directories. All ranks must call this.
 
-        Ranks that see the owner's directory do not write, because they have the files.
-
-        ``parts`` maps each owner to the names and sizes (bytes) of its files. If this rank cannot read or write, it raises
-        ``OSError`` only after the last broadcast, so that the other ranks do not wait for it.
+        ``parts`` maps each owner, a rank that reads the files from its ``source``, to their names and sizes (bytes). The ranks
+        ``writers``, which are holders of their directories, write them to ``target``, except for the holder of the owner's
+        directory, which has them. If this rank cannot read or write, it raises ``OSError`` only after the last broadcast, so
+        that the other ranks do not wait for it.
         """
         failed: OSError | None = None
         for owner, sizes in sorted(parts.items()):

@@ -156,7 +156,7 @@ def balanced_split(n: int, parts: int) -> list[int]:
     if parts < 1:
         raise ValueError(f"cannot split over {parts} parts: give 1 or more")
     if n < 0:
-        raise ValueError(f"cannot split {n} things: give 0 or more")
+        raise ValueError(f"cannot split {n} samples: give 0 or more")
     share, rest = divmod(n, parts)
     return [share + 1] * rest + [share] * (parts - rest)
 

@@ -242,7 +242,9 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
     names = [name for name, _ in children]
     if points:
         if wrong := [point for point in points if point not in names[1:]]:
-            raise ValueError(f"pipeline: split_points cannot contain {wrong[0]!r}; possible: {', '.join(names[1:])}")
+            raise ValueError(
+                f"pipeline: split_points cannot contain {wrong[0]!r}: a later stage begins at one of {', '.join(names[1:])}"
+            )
         cuts = [0, *sorted(names.index(point) for point in points), len(names)]
         parts = [range(first, last) for first, last in pairwise(cuts)]
     else:

@@ -411,7 +411,7 @@ class _Settings:
 
         def variable(found: re.Match[str]) -> str:
             if found[1] not in os.environ:
-                raise SshConfigError(f"`{keyword} {text}`: the environment variable `{found[1]}` is not set")
+                raise SshConfigError(f"`{keyword} {text}`: the environment variable `{found[1]}` is not set; write its value")
             return os.environ[found[1]]
 
         expanded = re.sub("%(.?)", token, text, flags=re.DOTALL)
