@@ -117,17 +117,18 @@ workflow:
       lead: true
       ranks: {size: 1}
       command: &join [sh, -c, 'unset GLOO_SOCKET_IFNAME; exec python3 /join.py meet 10']
+      environment: &environment {PYTHONPATH: SITE}
       files: &files [{path: /join.py, localpath: join.py}]
-    - {name: worker, ranks: {size: 1}, command: *join, files: *files}
+    - {name: worker, ranks: {size: 1}, command: *join, environment: *environment, files: *files}
 """
 
 
 @pytest.mark.ssh
-def test_an_address_that_only_its_own_node_reaches_is_reported(far_lab: Lab) -> None:
+def test_an_address_that_only_its_own_node_reaches_is_reported(far_lab: Lab, forking_site: str) -> None:
     """Each host's own name resolves to 127.0.1.1, and the script unsets the interface that distflow has chosen."""
     cli = far_lab.cli
     (cli.folder / "join.py").write_text(JOIN)
-    workflow = cli.submit(cli.spec(INTERFACE))
+    workflow = cli.submit(cli.spec(INTERFACE.replace("SITE", forking_site)))
     cli.await_status(workflow, "FAILED", timeout=150)
     (one,) = diagnoses_of(cli, workflow)["train"]["diagnoses"]
     assert one["key"] == "wrong-interface"

@@ -86,14 +86,15 @@ def test_a_run_with_a_killed_rank_ends_with_the_same_weights(
     assert len(set(digests)) == 1
 
 
+# Few different shapes, because the optimizer's operations on DTensors take longest for the first tensor of each shape.
 MAKE_BASE_MODEL = """
 import sys, torch, transformers
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     pad_token_id=None, bos_token_id=1, eos_token_id=2,
 )
-transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_size="40KB")
+transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_size="30KB")
 """
 
 
@@ -107,10 +108,10 @@ def test_a_fine_tune_with_a_killed_rank_ends_with_the_same_model(
     assert len(list(base.glob("*.safetensors"))) > 1
     spec = copy_specs(cli, REPOSITORY) / "fine_tune.yaml"
     cli.configure(environment={"PYTHONPATH": forking_site, "PRELOAD": TRANSFORMERS})
-    values = [f"base=file://{base}", "epochs=2", "pause=0.4", f"store=file://{cli.folder}/store"]
+    values = [f"base=file://{base}", "epochs=1", "pause=1.5", f"store=file://{cli.folder}/store"]
     workflow = cli.submit(str(spec), "--set", *values)
     kill_the_last_rank(cli, workflow, 4)
-    arguments = ["--base", str(base), "--output", str(cli.folder / "alone" / "model"), "--epochs", "2"]
+    arguments = ["--base", str(base), "--output", str(cli.folder / "alone" / "model"), "--epochs", "1"]
     run_undisturbed(cli.folder / "alone", "fine_tune.py", arguments, HYBRID, 4, tmp_path_factory)
     assert cli.run("workflow", "fetch", workflow, "--to", str(cli.folder / "fetched")).code == 0
     digests = {

@@ -152,7 +152,7 @@ workflow:
 
 
 @pytest.mark.torch
-def test_stacks_of_distflow_train_need_no_py_spy(cli: Cli) -> None:
+def test_stacks_of_distflow_train_need_no_py_spy(cli: Cli, forking_site: str) -> None:
     if sys.prefix == sys.base_prefix:
         pytest.skip("py-spy may be next to this Python: only a virtual environment can be copied without it")
     # The same virtual environment, without its programs.
@@ -161,7 +161,7 @@ def test_stacks_of_distflow_train_need_no_py_spy(cli: Cli) -> None:
     (bare / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
     (bare / "lib").symlink_to(Path(sys.prefix) / "lib")
     (bare / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
-    cli.configure(python=bare / "bin" / "python3", environment="{PATH: /usr/bin:/bin}")
+    cli.configure(python=bare / "bin" / "python3", environment=f"{{PATH: /usr/bin:/bin, PYTHONPATH: {forking_site}}}")
     workflow = cli.submit(cli.spec(RANKS))
     wait_until(lambda: cli.logs(workflow).count('"step": 1') == 2, 120)
     stacks = json.loads(cli.run("workflow", "stacks", workflow, "--format-type", "json").out)["tasks"][0]

@@ -19,7 +19,7 @@ __all__ = ["empty_evaluation", "evaluation_difference", "evaluation_mode"]
 
 def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """A metric other than the training loss."""
-    return (logits.argmax(-1) == targets).float().mean()
+    return (logits.argmax(-1) == targets).to(logits.dtype).mean()
 
 
 EVALUATIONS: tuple[tuple[int, Loss], ...] = ((8, loss_of), (7, loss_of), (7, accuracy))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,52 +11,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distflow.samples.gpt import Gpt, loss_of
-from distflow.train.parallel import parallelize
-from distflow.train.strategies.description import Strategy, make_strategy
-from train.ranks import STEPS, TIME, Results, batch, in_float64, make_plan, optimizer_of, reference, whole_parameters
+from distflow.train.parallel import ParallelPlan, parallelize
+from distflow.train.strategies.description import Strategy
+from train.ranks import TIME, Results, make_plan, whole_parameters
 
-__all__ = ["INITIALIZED", "initial_value_checks"]
-
-INITIALIZED: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"ddp": {}, "fsdp": {}, "fsdp offloaded": {"cpu_offload": True}, "tp": {}, "pipeline": {}},
-    4: {
-        "fsdp HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
-        "hybrid": {"tp_size": 2},
-        "pipeline of replicas": {"stages": 2},
-    },
-    8: {"pipeline of shards and tensors": {"stages": 2, "shard_size": 2, "tp_size": 2, "sequence_parallel": True}},
-}
-"""Number of ranks → name of the check, whose first word is the kind of the strategy → options."""
+__all__ = ["initialization_errors", "initialized", "unusual_modules"]
 
 
-def initial_value_checks(world: int) -> dict[str, Callable[[], Results]]:
-    """Return the checks for this number of ranks."""
-    found: dict[str, Callable[[], Results]] = {
-        f"{name}, initialized": in_float64(partial(_initialized, make_strategy(name.split()[0], world, options)))
-        for name, options in INITIALIZED[world].items()
-    }
-    return found | ({"initialization errors": _errors, "unusual modules": _unusual_modules} if world == 2 else {})
+def initialized(strategy: Strategy) -> tuple[ParallelPlan, nn.Module, Results]:
+    """Initialize a model on the meta device, under a strategy and in one process. Return both models.
 
-
-def _initialized(strategy: Strategy) -> Results:
-    """Return the differences from one process before and after training, and the maximum share of the model on a rank."""
+    The results are the maximum difference of their initial values, and the maximum share of the model in a rank's memory.
+    """
     alone, model = _on_meta(), _on_meta()
     torch.manual_seed(0)
     parallelize(alone, "none")
     torch.manual_seed(dist.get_rank())  # rank 0's random numbers count
     with _recorded_sizes(model) as held:
         plan = parallelize(model, strategy, loss=loss_of)
-    ready = plan.model
-    first = _difference(whole_parameters(ready), dict(alone.named_parameters()))
-    optimizer = optimizer_of(ready)
-    index, count = strategy.data_shard(dist.get_rank())
-    for step in range(STEPS):
-        inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
-        plan.forward_backward(inputs, targets, loss_of)
-        optimizer.step()
-        optimizer.zero_grad()
-    everything = sum(one.numel() for one in alone.parameters())
-    return {"first": first, "trained": _difference(whole_parameters(ready), reference(alone)), "held": max(held) / everything}
+    first = _difference(whole_parameters(plan.model), dict(alone.named_parameters()))
+    return plan, alone, {"first": first, "held": max(held) / sum(one.numel() for one in alone.parameters())}
 
 
 def _on_meta() -> Gpt:
@@ -110,7 +82,7 @@ class _Scale(nn.Module):
             self.table.copy_(torch.arange(4.0))
 
 
-def _unusual_modules() -> Results:
+def unusual_modules() -> Results:
     """Check that modules with buffers and children are initialized equally on all ranks, and completely."""
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
@@ -127,7 +99,9 @@ def _unusual_modules() -> Results:
     }
 
 
-def _errors() -> Results:
+def initialization_errors() -> Results:
+    """Return the errors of models that cannot be initialized."""
+
     def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             return make()

@@ -37,8 +37,25 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+class LocalSGD(torch.optim.SGD):
+    """SGD that changes this rank's parts of the parameters, without operations on DTensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if isinstance(parameter, DTensor):
+                    assert parameter.placements == gradient.placements
+                    parameter, gradient = parameter.to_local(), gradient.to_local()  # noqa: PLW2901
+                parameter.sub_(gradient, alpha=group["lr"])
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    # On a mesh with three axes, torch takes 0.1 s for each operation on DTensors of one shape. Plain SGD has the fewest
+    # operations. With 4 ranks, "replicas × tp" has such a mesh and torch's SGD.
+    kind = LocalSGD if dist.get_world_size() == 8 else torch.optim.SGD
+    return kind(model.parameters(), lr=0.2)
 
 
 def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 from train.choice_checks import calls_without_plan
 from train.evaluation_checks import empty_evaluation, evaluation_difference, evaluation_mode
-from train.meta_checks import initial_value_checks
+from train.meta_checks import initialization_errors, initialized, unusual_modules
 from train.ranks import (
     STEPS,
     Results,
@@ -38,15 +38,21 @@ from train.sequence_checks import sequence_checks
 
 
 def trained(
-    strategy: Strategy, *, blocks: int = 2, clips: bool = False, evaluates: bool = False
+    strategy: Strategy, *, blocks: int = 2, on_meta: bool = False, clips: bool = False, evaluates: bool = False
 ) -> tuple[ParallelPlan, nn.Module, Results]:
-    """Train under a strategy and in one process. Return the plan, the single-process model and this rank's results."""
-    # The ranks make different parameters, and have to get those of rank 0.
-    plan = make_plan(new_model(dist.get_rank(), blocks), strategy, loss=loss_of)
-    alone = new_model(0, blocks)
+    """Train under a strategy and in one process. Return the plan, the single-process model and this rank's results.
+
+    With ``on_meta``, the models begin on the meta device.
+    """
+    if on_meta:
+        plan, alone, found = initialized(strategy)
+    else:
+        # The ranks make different parameters, and have to get those of rank 0.
+        plan = make_plan(new_model(dist.get_rank(), blocks), strategy, loss=loss_of)
+        alone, found = new_model(0, blocks), {}
+    start = {name: parameter.detach().clone() for name, parameter in alone.named_parameters()}
     optimizers = optimizer_of(plan.model), optimizer_of(alone)
     index, count = plan.data_shard
-    found: Results = {}
     for step in range(STEPS):
         inputs, targets = batch(step)
         mine = [one.tensor_split(count)[index] for one in (inputs, targets)]
@@ -60,16 +66,16 @@ def trained(
             found["norms"] = [plan.clip_gradients(maximum).item() for maximum in (0.5, 9.0)]
         for optimizer in optimizers:
             optimizer.zero_grad()
-        if evaluates:
-            found["evaluations"] = max(found.get("evaluations", 0.0), evaluation_difference(plan, alone))
+        if evaluates and not step:
+            found["evaluations"] = evaluation_difference(plan, alone)
+    found["moved"] = max((start[name] - one).abs().max().item() for name, one in alone.named_parameters())
     return plan, alone, found
 
 
 def compare_training(strategy: Strategy, **more: Any) -> Results:
     plan, alone, found = trained(strategy, **more)
     model = plan.model
-    wanted = {name: parameter.detach() for name, parameter in alone.named_parameters()}
-    start, got = dict(new_model(0, more.get("blocks", 2)).named_parameters()), whole_parameters(model)
+    wanted, got = {name: parameter.detach() for name, parameter in alone.named_parameters()}, whole_parameters(model)
     inner = model.part if isinstance(model, Pipeline) else model
     held = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in inner.parameters())
     worst = torch.tensor([max((got[name] - wanted[name]).abs().max().item() for name in got), found.get("evaluations", 0.0)])
@@ -81,7 +87,6 @@ def compare_training(strategy: Strategy, **more: Any) -> Results:
     return {
         **found,
         "difference": worst[0].item(),
-        "moved": max((start[name] - one).abs().max().item() for name, one in wanted.items()),
         "complete": {name for one, _, _ in names for name in one} == set(wanted),
         "shares": [share / sum(one.numel() for one in wanted.values()) for _, share, _ in names],
         "losses": [one for _, _, one in names],
@@ -92,7 +97,8 @@ def compare_training(strategy: Strategy, **more: Any) -> Results:
 def training_check(kind: str, *also: str, blocks: int = 2, **options: Any) -> Callable[[], Results]:
     """Return a check that compares training with that of one process: in float64, or with mixed precision in float32.
 
-    ``also``: with "clips" and "evaluates", the check also clips gradients, or evaluates after each step.
+    ``also``: "on_meta" for a model that begins on the meta device, "clips" to also clip gradients, and "evaluates" to also
+    evaluate between the steps.
     """
 
     def check() -> Results:
@@ -352,21 +358,21 @@ def refusals() -> Results:
 
 CHECKS: dict[int, dict[str, Callable[[], Results]]] = {
     2: {
-        "ddp": training_check("ddp", "clips", "evaluates"),
+        "ddp": training_check("ddp", "on_meta", "clips", "evaluates"),
         "ddp static graph": training_check("ddp", static_graph=True, gradient_as_bucket_view=False),
         "ddp checkpointed": training_check("ddp", activation_checkpointing=True),
-        "fsdp": training_check("fsdp", "clips", "evaluates"),
+        "fsdp": training_check("fsdp", "on_meta", "clips", "evaluates"),
         "fsdp SHARD_GRAD_OP": training_check("fsdp", "evaluates", sharding_strategy="SHARD_GRAD_OP"),
         "fsdp NO_SHARD": training_check("fsdp", sharding_strategy="NO_SHARD"),
         "fsdp by size": training_check("fsdp", auto_wrap_policy="size", min_num_params=5000),
         "fsdp by class, checkpointed": training_check("fsdp", transformer_layer_cls=["Block"], activation_checkpointing=True),
-        "fsdp offloaded": training_check("fsdp", cpu_offload=True, auto_wrap_policy="none"),
+        "fsdp offloaded": training_check("fsdp", "on_meta", cpu_offload=True, auto_wrap_policy="none"),
         "fsdp bf16": training_check("fsdp", mixed_precision="bf16", reduce_dtype="fp32"),
-        "tp": training_check("tp", "clips", "evaluates"),
+        "tp": training_check("tp", "on_meta", "clips", "evaluates"),
         "tp by plan": training_check("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
         "tp of sequences": training_check("tp", "clips", sequence_parallel=True),
         "pipeline gpipe": training_check("pipeline", "evaluates", schedule="gpipe", micro_batches=4),
-        "pipeline 1f1b": training_check("pipeline", "clips", "evaluates", micro_batches=4),
+        "pipeline 1f1b": training_check("pipeline", "on_meta", "clips", "evaluates", micro_batches=4),
         "pipeline interleaved": training_check("pipeline", "evaluates", schedule="interleaved_1f1b", micro_batches=4),
         "pipeline cut": training_check("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
@@ -376,48 +382,48 @@ CHECKS: dict[int, dict[str, Callable[[], Results]]] = {
         "compression": compression,
         "powersgd": powersgd_sends_less,
         "buckets": buckets,
-        "accumulation": accumulation,
+        "accumulation": in_float64(accumulation),
         "local sgd": local_sgd_differences,
         "means": bucketed_means,
-        "whole state": whole_state,
+        "whole state": in_float64(whole_state),
         "refusals": refusals,
+        "initialization errors": initialization_errors,
+        "unusual modules": unusual_modules,
         "evaluation mode": evaluation_mode,
         "no samples": empty_evaluation,
         **sequence_checks(2),
-        **initial_value_checks(2),
     },
     4: {
         "ddp": training_check("ddp"),
-        "fsdp": training_check("fsdp"),
-        "fsdp HYBRID_SHARD": training_check("fsdp", "clips", sharding_strategy="HYBRID_SHARD", shard_size=2),
-        "tp": training_check("tp"),
-        "hybrid": training_check("hybrid", "clips", "evaluates", tp_size=2),
-        "hybrid checkpointed": training_check("hybrid", tp_size=2, activation_checkpointing=True),
-        "hybrid of sequences": training_check("hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True),
+        "fsdp HYBRID_SHARD": training_check("fsdp", "on_meta", "clips", sharding_strategy="HYBRID_SHARD", shard_size=2),
+        "hybrid": training_check("hybrid", "on_meta", "clips", "evaluates", tp_size=2),
+        "hybrid of sequences, checkpointed": training_check(
+            "hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True
+        ),
         "pipeline": training_check("pipeline", "evaluates", micro_batches=8),
-        "pipeline of replicas": training_check("pipeline", "clips", "evaluates", stages=2, micro_batches=2),
+        "pipeline of replicas": training_check("pipeline", "on_meta", "clips", "evaluates", stages=2, micro_batches=2),
         "pipeline of replicas, interleaved": training_check(
             "pipeline", blocks=4, stages=2, micro_batches=2, schedule="interleaved_1f1b", stages_per_rank=3
         ),
         "replicas × tp": training_check("hybrid", tp_size=2, shard_size=1),
         "stages × tp": training_check("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
-        "stages × shards": training_check("pipeline", "clips", stages=2, shard_size=2, activation_checkpointing=True),
+        "stages × shards": training_check(
+            "pipeline", "clips", "evaluates", stages=2, shard_size=2, activation_checkpointing=True
+        ),
         "stages × shards, interleaved": training_check(
             "pipeline", stages=2, shard_size=2, micro_batches=2, schedule="interleaved_1f1b", sharding_strategy="SHARD_GRAD_OP"
         ),
         "mesh groups": mesh_groups,
         "calls without a plan": in_float64(calls_without_plan),
         **sequence_checks(4),
-        **initial_value_checks(4),
     },
     8: {
-        "replicas × shards × tp": training_check("hybrid", "clips", tp_size=2, shard_size=2),
+        "replicas × shards × tp": training_check("hybrid", tp_size=2, shard_size=2),
         "stages × shards × tp": training_check(
-            "pipeline", "clips", "evaluates", stages=2, shard_size=2, tp_size=2, sequence_parallel=True
+            "pipeline", "on_meta", stages=2, shard_size=2, tp_size=2, sequence_parallel=True
         ),
         "stages × replicas × tp": training_check("pipeline", "clips", stages=2, tp_size=2, micro_batches=2),
         "stages × replicas × shards": training_check("pipeline", stages=2, shard_size=2),
-        **initial_value_checks(8),
     },
 }
 

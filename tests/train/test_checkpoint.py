@@ -106,17 +106,14 @@ def test_training_with_a_killed_rank_ends_with_the_same_weights(start_with_torch
     assert "rank 1 failed first" in killed.stderr
     assert "Warning" not in whole.stderr
 
-    # The checkpoints can be loaded on other numbers of ranks, and with the other strategy.
-    saved = {record[kind] for record in ends for kind in ("ddp", "fsdp")}
-    for size in ("1", "4"):
-        run = start_with_torch(LOAD, "--size", size, arguments=(str(tmp_path / "whole"),))
-        assert run.wait() == 0, run.stderr
-        loaded = {(record["source"], record["kind"]): record for record in run.records}
-        assert len(loaded) == 4
-        assert {record["step"] for record in loaded.values()} == {12}
-        assert {record["digest"] for record in loaded.values()} == saved
-        for source in ("ddp", "fsdp"):
-            assert {record["digest"] for place, record in loaded.items() if place[0] == source} == {ends[0][source]}
+    # Three ranks can load the checkpoints, also with the other strategy. FSDP divides 16 rows among them.
+    run = start_with_torch(LOAD, "--size", "3", arguments=(str(tmp_path / "whole"),))
+    assert run.wait() == 0, run.stderr
+    loaded = {(record["source"], record["kind"], record["rank"]): record for record in run.records}
+    assert len(loaded) == 4 * 3
+    assert {record["step"] for record in loaded.values()} == {12}
+    for source in ("ddp", "fsdp"):
+        assert {record["digest"] for place, record in loaded.items() if place[0] == source} == {ends[0][source]}
 
 
 ONE_RANK = (

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
-from train.conftest import Start
-
-
-def _missing_gpu() -> str:
-    """Return why these tests cannot run, or an empty text. Another process imports torch, because that takes seconds."""
-    count = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.is_available() and torch.cuda.device_count())"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    return "" if count.isdigit() and int(count) else "torch does not find a GPU"
+from preloaded import start_preloaded
+from train.conftest import DEADLINE_S, Start
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _skip_without_gpu() -> None:
-    if why := _missing_gpu():
-        pytest.skip(why)
+def _skip_without_gpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip these tests if torch does not find a GPU. Another process, which has imported torch, counts the GPUs."""
+    code = "import sys, torch; sys.exit(0 if torch.cuda.is_available() and torch.cuda.device_count() else 3)"
+    with open(os.devnull, "r+") as null:
+        files = (null.fileno(), null.fileno(), null.fileno())
+        base = tmp_path_factory.getbasetemp()
+        process = start_preloaded(base, ["-c", code], base, os.environ, *files)
+    if process.wait(DEADLINE_S) != 0:
+        pytest.skip("torch does not find a GPU")
 
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]

@@ -55,10 +55,10 @@ for name, build in MODELS.items():
         alone.save_pretrained(folder, max_shard_size="20KB")
     torch.distributed.barrier()
     size = sum(one.numel() for one in alone.parameters())
-    strategies = [train.DDP(), train.FSDP(), train.FSDP(activation_checkpointing=True)]
-    parts = [train.TensorParallel(), train.TensorParallel(sequence_parallel=True)]
-    for strategy in [*strategies, *(parts if name not in ("gpt2", "bert") else [])]:
-        for weights in None, folder:
+    strategies = [(train.DDP(), None, folder), (train.FSDP(activation_checkpointing=True), None), (train.FSDP(), folder)]
+    parts = [(train.TensorParallel(sequence_parallel=True), None), (train.TensorParallel(), folder)]
+    for strategy, *origins in [*strategies, *(parts if name not in ("gpt2", "bert") else [])]:
+        for weights in origins:
             read[0] = 0
             torch.manual_seed(0)
             with torch.device("cpu" if weights is None else "meta"):
@@ -72,6 +72,8 @@ for name, build in MODELS.items():
             worst = max((one - wanted[key]).abs().max().item() for key, one in whole.items())
             complete = set(whole) == set(wanted)
             train.report(step=0, model=name, kind=strategy.kind, worst=worst, complete=complete, read=read[0] / size)
+        if origins == [None]:
+            continue
         plan.save_weights(f"{folder}-{strategy.kind}", max_file_size=30_000)
         if world.rank == 0:
             loaded = type(alone).from_pretrained(f"{folder}-{strategy.kind}").state_dict()
@@ -90,13 +92,13 @@ def test_models_of_hugging_face_train_as_in_one_process(start_with_torch: Start)
     run = start_with_torch(SCRIPT, "--size", "2", PRELOAD=TRANSFORMERS)
     assert run.wait() == 0, run.stderr
     compared = [one for one in run.records if "worst" in one]
-    assert len(compared) == 2 * 2 * (5 * 3 + 3 * 2)
+    assert len(compared) == 2 * (5 * 4 + 3 * 2)
     assert all(one["complete"] and one["worst"] < 1e-6 for one in compared), compared
     parts = {(one["kind"], one["rank"]): one["read"] for one in compared if one["read"]}
     assert parts.keys() == {(kind, rank) for kind in ("ddp", "fsdp", "tp") for rank in (0, 1)}
     assert all(part <= (1 if kind == "ddp" else 0.6) for (kind, _), part in parts.items()), parts
     saved = [one["saved"] for one in run.records if "saved" in one]
-    assert saved == [True] * (5 * 3 + 3 * 2)
+    assert saved == [True] * (5 * 2 + 3)
     drawn = [one["std"] for one in run.records if "std" in one]
     assert len(drawn) == 2 * 5
     assert all(0.018 < one < 0.022 for one in drawn), "the initializer_range of the configuration"

@@ -372,9 +372,9 @@ def test_the_threads_of_process_groups_end_before_python_does(start: Start) -> N
     assert int(run.stdout) == 0
 
 
-def test_torchrun_starts_the_same_script(start: Start) -> None:
+def test_torchrun_starts_the_same_script(start_with_torch: Start) -> None:
     """The agent of torchrun hosts the store. After a restart, ranks must not see those of the previous attempt."""
-    run = start(
+    run = start_with_torch(
         """
         import os, sys
         if "RANK" not in os.environ:
