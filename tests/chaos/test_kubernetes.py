@@ -6,7 +6,6 @@ schedules run by default. ``CHAOS_RUNS=200`` runs 200 schedules, ``CHAOS_SEEDS=1
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -62,16 +61,16 @@ class KubernetesFaultInjector:
 
     def inject(self, fault: str, allocation: str) -> None:
         """Inject a fault."""
-        namespace = ("-n", self.pool.namespace)
         match fault:
             case "streams":
                 self.proxy.cut()
             case "api":
                 self._restart_api_server()
             case "quota":
-                self._kubectl("apply", *namespace, "-f", "-", stdin=json.dumps(QUOTA))
+                with self._api:
+                    self.pool.create(QUOTA)
                 threading.Event().wait(3.0)
-                self._kubectl("delete", "resourcequota", "none", *namespace)
+                self._delete("resourcequotas", "none")
             case "cordon":
                 try:
                     self._kubectl("cordon", "node1", "node2")
@@ -79,9 +78,9 @@ class KubernetesFaultInjector:
                 finally:
                     self._kubectl("uncordon", "node1", "node2")
             case "owner":
-                self._kubectl("delete", "configmap", allocation, *namespace)
+                self._delete("configmaps", allocation)
             case "delete":
-                self._kubectl("delete", "pod", self._pod(allocation), "--wait=false", *namespace)
+                self._delete("pods", self._pod(allocation))
             case "evict":
                 self._evict(self._pod(allocation))
             case "resident":
@@ -96,9 +95,13 @@ class KubernetesFaultInjector:
     def _current_residents(self) -> list[int]:
         return [pid for allocation in self.allocations() for pid in _residents(allocation)]
 
-    def _kubectl(self, *words: str, stdin: str = "") -> str:
+    def _kubectl(self, *words: str) -> None:
         with self._api:
-            return self.cluster.kubectl(*words, stdin=stdin)
+            self.cluster.kubectl(*words)
+
+    def _delete(self, kind: str, name: str) -> None:
+        with self._api:
+            self.pool.delete(kind, name)
 
     def _restart_api_server(self) -> None:
         with self._api:
@@ -118,8 +121,8 @@ class KubernetesFaultInjector:
 
     def _evict(self, pod: str) -> None:
         body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod}}
-        path = f"/api/v1/namespaces/{self.pool.namespace}/pods/{pod}/eviction"
-        self._kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+        with self._api:
+            self.cluster.call("POST", f"/api/v1/namespaces/{self.pool.namespace}/pods/{pod}/eviction", body=body)
 
 
 def _residents(allocation: str) -> list[int]:
@@ -144,7 +147,7 @@ def pool(cli: Cli, lone_kubernetes: KubernetesCluster) -> Iterator[KubernetesPoo
     made.close()
 
 
-@pytest.mark.parametrize("seed", seeds((2, 5, 11)))
+@pytest.mark.parametrize("seed", seeds((11, 5420)))
 def test_a_gang_on_kubernetes_ends_with_a_correct_record_and_no_leftovers(pool: KubernetesPool, seed: int) -> None:
     folder, injector_type = pool.cli.folder, KubernetesFaultInjector
     schedule = draw_cluster_schedule(seed, harmless=injector_type.harmless, ends=tuple(injector_type.ends), most_tasks=2)

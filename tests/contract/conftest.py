@@ -39,8 +39,18 @@ from distflow.transports.local import LocalTransport
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
-"""Functions by name that return a transport to this machine. Fixtures such as `over_ssh` return further functions."""
+LOCAL_TRANSPORT = pytest.mark.transports("local")
+"""Tests of the node itself. `test_transport.py` shows that transports behave alike, so these tests run over one of them."""
+EVERY_TRANSPORT = pytest.mark.transports("local", "ssh")
+"""Tests in which the connection, the environment of a login, or the path of the data matters. The default without a mark."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test that uses `transport` over the transports of its marker."""
+    if "transport_name" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("transports") or EVERY_TRANSPORT.mark
+        names = [pytest.param(name, marks=pytest.mark.ssh) if name == "ssh" else name for name in mark.args]
+        metafunc.parametrize("transport_name", names)
 
 
 @pytest.fixture(scope="session")
@@ -95,11 +105,10 @@ def submit(cluster: Slurm, script: str, *options: str) -> str:
     return job
 
 
-@pytest.fixture(params=[*sorted(TRANSPORTS), pytest.param("ssh", marks=pytest.mark.ssh)])
-def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+@pytest.fixture
+def transport(request: pytest.FixtureRequest, transport_name: str) -> Iterator[Transport]:
     """A transport to this machine."""
-    make = TRANSPORTS.get(request.param) or request.getfixturevalue(f"over_{request.param}")
-    made: Transport = make()
+    made: Transport = LocalTransport() if transport_name == "local" else request.getfixturevalue(f"over_{transport_name}")()
     yield made
     made.close()
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from contract.conftest import launch_of, processes_with, try_clean
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, launch_of, processes_with, try_clean
 from distflow.backends.machines.connection.bootstrap import RUNTIME, SourceArchive, connect
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.protocol.names import Operation
@@ -36,6 +36,8 @@ from distflow.testing.waiting import is_alive, wait_until
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
     from distflow.backends.machines.connection.link import AgentLink, Event
+
+pytestmark = LOCAL_TRANSPORT
 
 PYTHON = sys.executable
 
@@ -64,6 +66,7 @@ def parse_signal_mask(line: str) -> int:
 # -- connecting
 
 
+@EVERY_TRANSPORT
 def test_hello_reports_the_facts_of_the_node(node: NodeUnderTest) -> None:
     link = node.connect()
     answer = link.request("hello", watch=[f"{node.workflow}/g/t/0"])
@@ -82,6 +85,7 @@ def test_hello_reports_the_facts_of_the_node(node: NodeUnderTest) -> None:
     assert answer["attempts"] == {attempt: absent}
 
 
+@EVERY_TRANSPORT
 def test_output_of_a_login_script_is_kept_and_skipped(node: NodeUnderTest, tmp_path: Path) -> None:
     # Like real login scripts: the last line has no end, and one line looks like output of the bootstrap.
     python = write_python_wrapper(tmp_path, "echo Welcome to the lab", 'echo "+ exec $7 $8"', "printf 'no newline> '")
@@ -91,6 +95,7 @@ def test_output_of_a_login_script_is_kept_and_skipped(node: NodeUnderTest, tmp_p
     assert link.request("ping")["now"] > 0
 
 
+@EVERY_TRANSPORT
 def test_the_runtime_is_sent_once_and_found_afterwards(fresh_node: NodeUnderTest) -> None:
     for _ in range(2):
         fresh_node.connect().request("ping")
@@ -120,16 +125,19 @@ def test_the_runtime_archive_is_reproducible() -> None:
     assert SourceArchive(package=RUNTIME.package).archive == RUNTIME.archive
 
 
+@EVERY_TRANSPORT
 def test_a_failing_interpreter_is_reported_with_its_message(node: NodeUnderTest, tmp_path: Path) -> None:
     with pytest.raises(BootstrapFailed, match="no license for python"):
         node.connect(python=write_python_wrapper(tmp_path, "echo no license for python >&2; exit 3"))
 
 
+@EVERY_TRANSPORT
 def test_a_missing_interpreter_is_named(node: NodeUnderTest) -> None:
     with pytest.raises(BootstrapFailed, match="/no/such/python"):
         node.connect(python="/no/such/python")
 
 
+@EVERY_TRANSPORT
 def test_a_root_that_cannot_be_created_is_named(node: NodeUnderTest) -> None:
     shutil.rmtree(node.top)
     node.top.write_text("a file")
@@ -140,6 +148,7 @@ def test_a_root_that_cannot_be_created_is_named(node: NodeUnderTest) -> None:
         node.top.unlink()
 
 
+@EVERY_TRANSPORT
 def test_a_node_that_does_not_answer_is_unreachable_after_the_timeout(node: NodeUnderTest, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(NodeUnreachable, match="within"):
@@ -147,6 +156,7 @@ def test_a_node_that_does_not_answer_is_unreachable_after_the_timeout(node: Node
     assert time.monotonic() - started < 30
 
 
+@EVERY_TRANSPORT
 @pytest.mark.slow
 def test_a_suspended_agent_is_detected_and_blocks_no_sender(node: NodeUnderTest) -> None:
     link = node.connect(ping_s=1.0)
@@ -170,6 +180,7 @@ def test_a_suspended_agent_is_detected_and_blocks_no_sender(node: NodeUnderTest)
     assert len(node.closed) == 1
 
 
+@EVERY_TRANSPORT
 def test_the_agent_ends_after_its_idle_timeout_and_at_the_end_of_its_input(node: NodeUnderTest) -> None:
     idle = node.connect(ping_s=60)
     agent = idle.request("hello", watch=[], idle_timeout_s=0.3)["facts"]["agent_pid"]
@@ -228,9 +239,9 @@ def test_agents_survive_a_record_that_a_task_has_overwritten(node: NodeUnderTest
     other = node.connect()
     for one in (link, other):
         assert one.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "absent"
-        # Other roots may have leftovers too, for example those of a test that runs at the same time.
-        assert [found for found in one.request("reap", dry_run=True)["processes"] if found["is_ours"]] == []
-        assert one.request("ping")["now"]
+    # Other roots may have leftovers too, for example those of a test that runs at the same time.
+    assert [found for found in other.request("reap", dry_run=True)["processes"] if found["is_ours"]] == []
+    assert [one.request("ping")["now"] > 0 for one in (link, other)] == [True, True]
     refused(other, "not_found", "stop", attempt=attempt, grace_s=0, why="test")
     assert is_alive(command)
     # The agent whose connection to the runner and keeper is open can still stop the task.
@@ -238,6 +249,7 @@ def test_agents_survive_a_record_that_a_task_has_overwritten(node: NodeUnderTest
     wait_until(lambda: not is_alive(command))
 
 
+@EVERY_TRANSPORT
 def test_a_command_runs_with_the_requested_arguments_and_environment(node: NodeUnderTest) -> None:
     link = node.connect()
     script = (
@@ -275,15 +287,13 @@ def test_a_command_runs_with_the_requested_arguments_and_environment(node: NodeU
     assert found["sid"]
     assert found["stdin"] == "/dev/null"
     assert found["fds"] == [0, 1, 2, 3]  # 3 is the listing itself
-    # Python itself ignores SIGPIPE and SIGXFSZ. Nothing else may be inherited.
+    # Python itself ignores SIGPIPE and SIGXFSZ. Nothing else may be inherited, and other programs ignore nothing.
     assert [parse_signal_mask(line) for line in found["sig"]] == [0, 0x1001000]
-
-
-def test_a_command_gets_default_signals(node: NodeUnderTest) -> None:
-    _, output = node.run(node.connect(), ["grep", "-E", "Sig(Ign|Blk)", "/proc/self/status"])
+    _, output = node.run(link, ["grep", "-E", "Sig(Ign|Blk)", "/proc/self/status"])
     assert [parse_signal_mask(line) for line in output.splitlines()] == [0, 0]
 
 
+@EVERY_TRANSPORT
 def test_a_secret_reaches_neither_disk_nor_arguments(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     secret = f"{marker}-" + "x" * 9000  # longer than a pipe writes at once
@@ -320,29 +330,30 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize(
-    ("file", "code", "message"),
-    [
-        ("no-such-program", 127, "program `no-such-program` not found on this node in PATH"),
-        ("./absent", 127, "does not exist"),
-        ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
-        ("@@ATTEMPT_DIR@@/files", 126, "/files` is a directory"),
-        ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),
-        ("@@ATTEMPT_DIR@@/files/closed", 126, "the interpreter in its first line (`#!`) is not executable"),
-        ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
-    ],
-)
-def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest, file: str, code: int, message: str) -> None:
+UNUSABLE_PROGRAMS = [
+    ("no-such-program", 127, "program `no-such-program` not found on this node in PATH"),
+    ("./absent", 127, "does not exist"),
+    ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
+    ("@@ATTEMPT_DIR@@/files", 126, "/files` is a directory"),
+    ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),
+    ("@@ATTEMPT_DIR@@/files/closed", 126, "the interpreter in its first line (`#!`) is not executable"),
+    ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
+]
+
+
+def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest) -> None:
+    link = node.connect()
     files = [
         {"path": "files/plain", "text": "echo", "mode": 0o600},
         {"path": "files/garbage", "text": "echo hi", "mode": 0o755},
         {"path": "files/closed", "text": "#!/etc/passwd\n", "mode": 0o755},
         {"path": "files/lost", "text": "#!/no/such/interpreter\n", "mode": 0o755},
     ]
-    end, _ = node.run(node.connect(), [file], files=files)
-    assert (end["reason"], end["exit_code"], end["signal"]) == ("start_error", code, None)
-    assert message in end["message"]
-    assert file.rsplit("/", maxsplit=1)[-1] in end["message"]
+    for file, code, message in UNUSABLE_PROGRAMS:
+        end, _ = node.run(link, [file], files=files)
+        assert (end["reason"], end["exit_code"], end["signal"]) == ("start_error", code, None), file
+        assert message in end["message"]
+        assert file.rsplit("/", maxsplit=1)[-1] in end["message"]
 
 
 def test_a_prelude_runs_before_the_command_without_touching_its_arguments(node: NodeUnderTest) -> None:
@@ -352,6 +363,7 @@ def test_a_prelude_runs_before_the_command_without_touching_its_arguments(node: 
     assert (end["exit_code"], output) == (0, "from the prelude|a b|$A\n")
 
 
+@EVERY_TRANSPORT
 def test_the_exit_code_or_signal_of_a_command_is_recorded(node: NodeUnderTest) -> None:
     link = node.connect()
     before = time.time()  # noqa: TID251 - the node's clock is this machine's
@@ -522,24 +534,16 @@ def test_survivors_of_the_command_get_sigterm_and_then_sigkill(node: NodeUnderTe
     assert not processes_with(marker)
 
 
-def test_an_attempt_that_is_never_started_ends_after_its_start_timeout(node: NodeUnderTest) -> None:
-    link = node.connect()
-    attempt = node.lease(link, start_timeout_s=0.3)
-    link.close()
-    wait_until(lambda: node.record(attempt), 20)
-    assert (node.record(attempt) or {})["reason"] == "start_timeout"
-    link = node.connect()
-    refused(link, "conflict", "prepare", attempt=attempt, launch=launch_of(["true"]))
-
-
-def test_a_lease_does_not_expire_while_its_agent_is_connected(node: NodeUnderTest) -> None:
+def test_a_lease_expires_only_while_no_agent_is_connected(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, start_timeout_s=1.0)
     # After the end of a longer lease without an agent, the timeout of this one has passed several times.
     other = node.connect()
     unattended = node.lease(other, start_timeout_s=3.0)
     other.close()
-    wait_until(lambda: node.record(unattended), 20)
+    end = wait_until(lambda: node.record(unattended), 20)
+    assert end["reason"] == "start_timeout"
+    refused(link, "conflict", "prepare", attempt=unattended, launch=launch_of(["true"]))
     link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
     link.request("start", attempt=attempt)
     assert node.await_end(attempt)["exit_code"] == 0
@@ -906,39 +910,39 @@ def test_an_attempt_reuses_the_unchanged_files_of_an_ended_one(node: NodeUnderTe
     link.request("stop", attempt=second, grace_s=0, why="test")
 
 
-@pytest.mark.parametrize(
-    "members",
+UNSAFE_ARCHIVES = [
+    [(member("../evil"), b"x")],
+    [(member("/tmp/evil"), b"x")],
+    [(member("a/../../evil"), b"x")],
+    [(member("out", type=tarfile.SYMTYPE, linkname="/etc"), b""), (member("out/evil"), b"x")],
+    [(member("out", type=tarfile.SYMTYPE, linkname="../../../.."), b"")],
     [
-        [(member("../evil"), b"x")],
-        [(member("/tmp/evil"), b"x")],
-        [(member("a/../../evil"), b"x")],
-        [(member("out", type=tarfile.SYMTYPE, linkname="/etc"), b""), (member("out/evil"), b"x")],
-        [(member("out", type=tarfile.SYMTYPE, linkname="../../../.."), b"")],
-        [
-            (member("a/b/c", type=tarfile.SYMTYPE, linkname="../.."), b""),
-            (member("z", type=tarfile.SYMTYPE, linkname="a/b/c/.."), b""),
-            (member("z/evil"), b"x"),
-        ],
-        [(member("hard", type=tarfile.LNKTYPE, linkname="../runner.json"), b"")],
-        [(member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3), b"")],
-        [(member("fifo", type=tarfile.FIFOTYPE), b"")],
+        (member("a/b/c", type=tarfile.SYMTYPE, linkname="../.."), b""),
+        (member("z", type=tarfile.SYMTYPE, linkname="a/b/c/.."), b""),
+        (member("z/evil"), b"x"),
     ],
-)
-def test_an_archive_that_could_write_outside_its_directory_is_refused(
-    node: NodeUnderTest, members: list[tuple[tarfile.TarInfo, bytes]]
-) -> None:
+    [(member("hard", type=tarfile.LNKTYPE, linkname="../runner.json"), b"")],
+    [(member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3), b"")],
+    [(member("fifo", type=tarfile.FIFOTYPE), b"")],
+]
+
+
+def test_an_archive_that_could_write_outside_its_directory_is_refused(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.lease(link)
-    launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(tar_of(*members)), "is_tar": True}])
-    refused(link, "bad_request", "prepare", attempt=attempt, launch=launch)
+    for number, members in enumerate(UNSAFE_ARCHIVES):
+        attempt = node.lease(link)
+        launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(tar_of(*members)), "is_tar": True}])
+        assert refused(link, "bad_request", "prepare", attempt=attempt, launch=launch), number
+        link.request("release", attempt=attempt)
     assert not list(node.root.rglob("evil"))
 
 
-@pytest.mark.parametrize("path", ["../x", "/tmp/x", "runner.json", "./exit.json", "work/../../x", "control", ""])
-def test_a_file_cannot_be_placed_outside_the_attempt_or_over_its_records(node: NodeUnderTest, path: str) -> None:
+def test_a_file_cannot_be_placed_outside_the_attempt_or_over_its_records(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)
-    refused(link, "bad_request", "prepare", attempt=attempt, launch=launch_of(["true"], files=[{"path": path, "text": "x"}]))
+    for path in ("../x", "/tmp/x", "runner.json", "./exit.json", "work/../../x", "control", ""):
+        launch = launch_of(["true"], files=[{"path": path, "text": "x"}])
+        assert refused(link, "bad_request", "prepare", attempt=attempt, launch=launch), path
 
 
 SLOW_DISK = """\
@@ -995,6 +999,7 @@ class Tail:
         return next((event["size"] for event in self._events("eof")), None)
 
 
+@EVERY_TRANSPORT
 def test_a_stream_without_credit_pauses_and_pings_are_answered(node: NodeUnderTest) -> None:
     link = node.connect()
     total = 3_000_000
@@ -1020,6 +1025,7 @@ def test_a_stream_without_credit_pauses_and_pings_are_answered(node: NodeUnderTe
     assert tail.size == total
 
 
+@EVERY_TRANSPORT
 def test_output_is_sent_as_it_is_written_with_the_time_of_each_read(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)
@@ -1097,6 +1103,7 @@ def test_a_full_disk_loses_output_and_nothing_else(node: NodeUnderTest, tmp_path
 # -- several agents
 
 
+@EVERY_TRANSPORT
 def test_a_later_agent_finds_attempts_of_an_earlier_one(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")
@@ -1132,6 +1139,7 @@ def test_two_agents_report_the_same_events(node: NodeUnderTest) -> None:
     assert node.await_end(attempt, events=first) == node.await_end(attempt, events=second)
 
 
+@EVERY_TRANSPORT
 def test_an_end_without_a_connected_agent_is_reported_by_the_next_one(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "sleep 0.2; exit 9"])
@@ -1226,6 +1234,7 @@ def test_the_runtime_works_on_the_oldest_python(node: NodeUnderTest) -> None:
     link.request("clean", workflow=node.workflow, keep_output=False)
 
 
+@EVERY_TRANSPORT
 def test_a_tilde_in_the_root_is_the_home_on_the_node(node: NodeUnderTest, tmp_path: Path) -> None:
     python = write_python_wrapper(tmp_path, f"export HOME={tmp_path}/home")
     link = connect(node.transport, "~/distflow root", python)
@@ -1247,6 +1256,7 @@ def test_a_task_with_a_self_stop_ends_after_its_agent_has_ended(node: NodeUnderT
     assert node.record(other) is None
 
 
+@EVERY_TRANSPORT
 @pytest.mark.slow
 def test_the_time_until_a_self_stop_begins_when_the_connection_ends(
     node: NodeUnderTest,
@@ -1263,11 +1273,11 @@ def test_the_time_until_a_self_stop_begins_when_the_connection_ends(
 
 def test_output_of_many_attempts_is_complete_despite_a_low_limit_of_open_files(node: NodeUnderTest, tmp_path: Path) -> None:
     """Each attempt takes up to three of the agent's descriptors: a connection to its runner or keeper, and two open files."""
-    link = node.connect(python=write_python_wrapper(tmp_path, "ulimit -S -n 48"))
-    attempts = [node.start(link, ["sh", "-c", "ulimit -S -n; sleep 600"]) for _ in range(24)]
+    link = node.connect(python=write_python_wrapper(tmp_path, "ulimit -S -n 24"))
+    attempts = [node.start(link, ["sh", "-c", "ulimit -S -n; sleep 600"]) for _ in range(12)]
     for number, attempt in enumerate(attempts):
         link.request("tail", stream=number, attempt=attempt, file="output.log", offset=0)
-    expected = [base64.b64encode(b"48\n").decode()] * len(attempts)
+    expected = [base64.b64encode(b"24\n").decode()] * len(attempts)
     wait_until(
         lambda: [event["data"] for event in list(node.events) if event["event"] == "data"] == expected, 20, "all output arrives"
     )

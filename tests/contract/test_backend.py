@@ -330,28 +330,44 @@ def _connected(made: Bench) -> Iterator[Bench]:
     made.backend.close()
 
 
-def test_lease_and_release_do_not_block(bench: Bench) -> None:
+def test_lease_and_release_do_not_block_and_an_unknown_attempt_is_absent(bench: Bench) -> None:
     begin = time.monotonic()
     bench.backend.lease(bench.request("t"))
     assert time.monotonic() - begin < 30
     bench.await_one(Leased)
+    unknown = bench.key("unknown")
+    bench.backend.watch([unknown])
+    bench.await_one(Absent, key=unknown)
+    bench.backend.collect(unknown)
+    assert "no longer exists" in bench.await_one(CollectFailed, key=unknown).message
     begin = time.monotonic()
     bench.backend.release(bench.key("t"))
     assert time.monotonic() - begin < 30
 
 
-def test_an_attempt_is_reported_in_order_with_all_of_its_output(bench: Bench) -> None:
+def test_an_attempt_is_reported_in_order_with_all_of_its_output_and_its_nodes_clock(skewed_bench: Bench) -> None:
+    bench = skewed_bench
+    before = steady.now()
     key = bench.begin("echo out; echo err >&2; exit 3")
-    end = bench.await_one(Ended, key=key).end
-    assert (end["exit_code"], end["reason"]) == (3, "exited")
+    ended = bench.await_one(Ended, key=key)
+    assert (ended.end["exit_code"], ended.end["reason"]) == (3, "exited")
     bench.await_one(LogComplete, key=key)
     assert bench.logs[key.name, "output.log"] == b"out\nerr\n"
     kinds = [type(one) for one in bench.observations if getattr(one, "key", None) == key]
     assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
+    started = bench.await_one(Started, key=key)
+    for observation, reported_at in ((started, started.started_at), (ended, ended.end["ended_at"])):
+        clock = observation.clock
+        assert clock is not None
+        assert abs(clock.offset_s + BEHIND_S) <= clock.uncertainty_s + _ROUNDED_S
+        assert isinstance(reported_at, float)
+        assert reported_at < before - BEHIND_S / 2, "the time is not that of the node's clock"
+        uncertainty_s = clock.uncertainty_s + _ROUNDED_S
+        assert before - uncertainty_s <= clock.ours(reported_at) <= observation.at + uncertainty_s
 
 
-def test_a_late_watcher_also_gets_the_start_of_an_ended_attempt(bench: Bench) -> None:
-    key = bench.begin("echo out; exit 3")
+def test_a_late_watcher_gets_the_start_of_an_ended_attempt_and_its_output_is_collected(bench: Bench) -> None:
+    key = bench.begin('echo out; echo model > "$DISTFLOW_OUTPUT/model"; exit 3')
     bench.await_one(LogComplete, key=key)
     first = bench.await_one(Started, key=key)
     bench.observations.clear()
@@ -360,6 +376,13 @@ def test_a_late_watcher_also_gets_the_start_of_an_ended_attempt(bench: Bench) ->
     second = bench.await_one(Started, key=key)
     assert bench.observations.index(second) < bench.observations.index(bench.await_one(Ended, key=key))
     assert (second.started_at, second.pid, second.directory) == (first.started_at, first.pid, first.directory)
+    bench.backend.collect(key)
+    collected = bench.await_one(Collected, key=key)
+    assert len(collected.digest) == 64
+    assert collected.size > 0
+    bench.observations.clear()
+    bench.backend.collect(key)
+    assert bench.await_one(Collected, key=key).digest == collected.digest
 
 
 @pytest.mark.parametrize("bench", ["local"], indirect=True)
@@ -375,23 +398,6 @@ def test_an_attempt_with_a_complete_report_is_no_longer_polled(bench: Bench) -> 
     backend.watch([key])
     assert bench.await_one(Ended, key=key).end["exit_code"] == 0
     bench.await_one(LogComplete, key=key)
-
-
-def test_observations_contain_the_offset_of_the_nodes_clock(skewed_bench: Bench) -> None:
-    bench = skewed_bench
-    before = steady.now()
-    key = bench.begin("exit 3")
-    for observation, reported_at in (
-        ((started := bench.await_one(Started, key=key)), started.started_at),
-        ((ended := bench.await_one(Ended, key=key)), ended.end["ended_at"]),
-    ):
-        clock = observation.clock
-        assert clock is not None
-        assert abs(clock.offset_s + BEHIND_S) <= clock.uncertainty_s + _ROUNDED_S
-        assert isinstance(reported_at, float)
-        assert reported_at < before - BEHIND_S / 2, "the time is not that of the node's clock"
-        uncertainty_s = clock.uncertainty_s + _ROUNDED_S
-        assert before - uncertainty_s <= clock.ours(reported_at) <= observation.at + uncertainty_s
 
 
 def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
@@ -412,6 +418,7 @@ def test_start_watch_and_stop_can_be_repeated(bench: Bench) -> None:
     bench.backend.start(key)
     bench.backend.watch([key])
     bench.backend.stop(key, grace_s=5, why="test")
+    bench.await_one(StopAccepted, key=key)
     bench.backend.stop(key, grace_s=5, why="test")
     end = bench.await_one(Ended, key=key).end
     assert end["reason"] == "stopped"
@@ -423,29 +430,12 @@ def _gpus(leased: Leased) -> list[tuple[str, int]]:
     return sorted((one.node, gpu) for one in leased.binding.tasks.values() for gpu in one.gpu_ids)
 
 
-def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
-    granted = bench.lease("a", "b", gpus=1)
-    assert len(set(_gpus(granted))) == 2
-    assert isinstance(granted.binding.port, int)
-    bench.backend.lease(bench.request("c", "d", gpus=1, workflow=W2))
-    assert "has its nodes" not in bench.await_denial(W2)
-    for task in ("a", "b"):
-        bench.backend.release(bench.key(task))
-        bench.await_one(Released, key=bench.key(task))
-    bench.keep(W2)
-    bench.observations.clear()
-    assert len(set(_gpus(bench.lease("c", "d", gpus=1, workflow=W2)))) == 2
-    for task in ("c", "d"):
-        bench.backend.release(bench.key(task, workflow=W2))
-        bench.await_one(Released, key=bench.key(task, workflow=W2))
-
-
-def test_gpus_of_a_refused_gang_can_be_leased_at_once(bench: Bench) -> None:
+def test_a_gang_gets_all_of_its_gpus_or_none_and_a_refused_gang_frees_its_gpus_at_once(bench: Bench) -> None:
     bench.lease("other", gpus=1, workflow=W2)
-    for _ in range(10 if bench.nodes else 2):  # on an engine, each iteration is another allocation, which takes seconds
+    for _ in range(10 if bench.nodes else 1):  # on an engine, each iteration is another allocation, which takes seconds
         bench.observations.clear()
         bench.backend.lease(bench.request("a", "b", gpus=1))
-        bench.await_denial(W1)
+        assert "has its nodes" not in bench.await_denial(W1)
         bench.keep(W2)
         assert len(_gpus(bench.lease("a", gpus=1))) == 1
         key = bench.key("a")
@@ -454,21 +444,20 @@ def test_gpus_of_a_refused_gang_can_be_leased_at_once(bench: Bench) -> None:
         bench.backend.release(key)
         bench.await_one(Released, key=key)
         bench.keep(W2)
+    # A refused gang gets all of its GPUs when they are free.
+    bench.observations.clear()
+    bench.backend.lease(bench.request("a", "b", gpus=1))
+    bench.await_denial(W1)
     bench.backend.release(bench.key("other", workflow=W2))
     bench.await_one(Released, key=bench.key("other", workflow=W2))
-
-
-def test_an_unknown_attempt_is_absent(bench: Bench) -> None:
-    bench.lease("t")
-    bench.backend.watch([bench.key("unknown")])
-    bench.await_one(Absent, key=bench.key("unknown"))
-
-
-def test_a_stop_is_accepted_and_ends_the_attempt(bench: Bench) -> None:
-    key = bench.begin("sleep 600", "long")
-    bench.backend.stop(key, grace_s=5, why="test")
-    bench.await_one(StopAccepted, key=key)
-    bench.await_one(Ended, key=key)
+    bench.keep(W1)
+    bench.observations.clear()
+    granted = bench.lease("a", "b", gpus=1)
+    assert len(set(_gpus(granted))) == 2
+    assert isinstance(granted.binding.port, int)
+    for task in ("a", "b"):
+        bench.backend.release(bench.key(task))
+        bench.await_one(Released, key=bench.key(task))
 
 
 def test_a_second_stop_can_shorten_the_grace_period(bench: Bench) -> None:
@@ -477,24 +466,6 @@ def test_a_second_stop_can_shorten_the_grace_period(bench: Bench) -> None:
     bench.await_one(StopAccepted, key=key, grace_s=600.0)
     bench.backend.stop(key, grace_s=0.0, why="test")
     bench.await_one(Ended, key=key)
-
-
-def test_the_output_of_an_ended_attempt_is_collected(bench: Bench) -> None:
-    key = bench.begin('echo model > "$DISTFLOW_OUTPUT/model"; exit 3')
-    bench.await_one(Ended, key=key)
-    bench.backend.collect(key)
-    first = bench.await_one(Collected, key=key)
-    assert len(first.digest) == 64
-    assert first.size > 0
-    bench.observations.clear()
-    bench.backend.collect(key)
-    assert bench.await_one(Collected, key=key).digest == first.digest
-
-
-def test_collecting_a_missing_output_fails(bench: Bench) -> None:
-    bench.lease("t")
-    bench.backend.collect(bench.key("unknown"))
-    assert "no longer exists" in bench.await_one(CollectFailed, key=bench.key("unknown")).message
 
 
 def test_an_output_that_is_being_collected_is_not_collected_twice(tmp_path: Path) -> None:

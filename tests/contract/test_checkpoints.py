@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT
 from distflow.backends.machines.connection.transfers import Fetched, fetch_output
 from distflow.errors import AgentError
 from distflow.testing.waiting import wait_until
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 
 @pytest.fixture
@@ -50,6 +53,7 @@ def read_archive(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:
         return found
 
 
+@EVERY_TRANSPORT
 def test_a_directory_is_fetched_under_its_name_and_its_archive_is_removed(
     node: NodeUnderTest, models: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT
 from distflow.backends.machines.connection.transfers import deliver_from_node, fetch_on_node
 from distflow.documents.urls import parse_url
 from distflow.errors import StorageError
@@ -23,7 +24,7 @@ from preloaded import write_program
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, LOCAL_TRANSPORT]
 
 CANARY = f"canary-{os.urandom(8).hex()}"
 Deliver = Callable[..., Delivered]
@@ -105,6 +106,7 @@ def test_a_node_delivers_files_and_the_targets_of_links(deliver: Deliver, output
     assert deliver(Delivery(url="s3://b/z", regex="none")).files == 0
 
 
+@EVERY_TRANSPORT
 def test_a_delivery_uses_the_nodes_proxy_and_the_submitters_credentials(deliver: Deliver, output: Path, s3: S3Server) -> None:
     (output / "a").touch()
     environment = {"AWS_ACCESS_KEY_ID": "theirs", "AWS_PROFILE": "theirs", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}
@@ -151,6 +153,7 @@ def test_a_delivery_that_the_node_cannot_make_requires_a_relay_and_shows_no_secr
     assert [path for path in node.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()] == []
 
 
+@EVERY_TRANSPORT
 def test_a_delivery_writes_no_secret_to_a_file_and_can_be_canceled(
     deliver: Deliver, output: Path, node: NodeUnderTest, s3: S3Server
 ) -> None:

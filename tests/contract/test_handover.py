@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of, processes_with
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, launch_of, processes_with
 from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.transfers import Fetched, fetch_output
 from distflow.errors import AgentError, NodeUnreachable
@@ -24,6 +24,8 @@ from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 
 def make_output(node: NodeUnderTest, attempt: str) -> Path:
@@ -51,6 +53,7 @@ def members(blobs: Path, fetched: Fetched) -> dict[str, tuple[int, str | bytes |
     return found
 
 
+@EVERY_TRANSPORT
 def test_an_output_is_fetched_with_modes_and_links(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     output = make_output(node, attempt)
@@ -119,6 +122,7 @@ def test_a_broken_transfer_is_resumed(node: NodeUnderTest, tmp_path: Path) -> No
     assert {path.name for path in blobs.iterdir()} == {fetched.digest}
 
 
+@EVERY_TRANSPORT
 def test_the_received_part_of_an_output_is_kept_when_the_connection_ends(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     (make_output(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
@@ -194,6 +198,7 @@ def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: P
     assert set(members(tmp_path / "blobs", fetched)) == {"kept"}
 
 
+@EVERY_TRANSPORT
 def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     attempt = node.attempt()
     (make_output(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
@@ -207,6 +212,7 @@ def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     wait_until(lambda: not processes_with(str(node.top)), 20)
 
 
+@EVERY_TRANSPORT
 def test_a_node_whose_connection_closes_during_a_fetch_is_unreachable(node: NodeUnderTest, tmp_path: Path) -> None:
     class ClosingTransport:
         """The node's transport, whose channels close after the request."""

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from contract.conftest import NodeUnderTest
+from contract.conftest import LOCAL_TRANSPORT, NodeUnderTest
 from distflow.testing.kernel import MemoryCgroup, missing_cgroups
+
+pytestmark = LOCAL_TRANSPORT
 
 USE_400_MIB = "x = bytearray(400 << 20)"
 

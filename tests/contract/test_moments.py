@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of
+from contract.conftest import LOCAL_TRANSPORT, launch_of
 from contract.test_runtime_faults import kill_together
 from distflow.backends.base import AttemptKey, Ended, Leased, LeaseRefused, LeaseRequest, NodeUp, Prepared, Started
 from distflow.backends.machines.connection.bootstrap import connect
@@ -39,6 +39,8 @@ from distflow.transports.local import LocalTransport
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 UMASK = 0o22
 

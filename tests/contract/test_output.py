@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT
 from distflow.state.logs import LogLine, LogSource, mirrored_bytes, read_lines
 from distflow.state.mirror import Mirror
 from distflow.testing.waiting import wait_until
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 PYTHON = sys.executable
 
@@ -201,6 +204,7 @@ say(90_000, 300_000)
     assert [line.text for line in node_lines][-1000:] == [line.text for line in lines][-1000:]
 
 
+@EVERY_TRANSPORT
 def test_an_interrupted_mirror_becomes_complete(node: NodeUnderTest, tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "mirror")
     link = node.connect()

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from contract.conftest import NodeUnderTest
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, NodeUnderTest
 from distflow.backends.machines.connection import output_reader
 from distflow.backends.machines.connection.output_reader import OutputReader
 from distflow.errors import AgentError, NodeUnreachable, StorageError
 from distflow.runtime.services.frames import FRAME, RAW
 from distflow.runtime.wire import encode
+
+pytestmark = LOCAL_TRANSPORT
 
 
 def reader(node: NodeUnderTest, attempt: str, **options: Any) -> OutputReader:
@@ -33,6 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@EVERY_TRANSPORT
 def test_files_of_an_attempt_are_listed_and_fetched(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt, local_directory = node.attempt(), tmp_path / "here"
     output = node.directory(attempt) / "output"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import processes_with
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, processes_with
 from distflow.errors import AgentError
 from distflow.protocol.names import Operation
 from distflow.testing.daemons import free_port
@@ -20,6 +20,8 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
     from distflow.backends.machines.connection.link import AgentLink
+
+pytestmark = LOCAL_TRANSPORT
 
 
 def reached(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0) -> list[dict[str, Any]]:
@@ -33,6 +35,7 @@ def kinds(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0)
     return [result["kind"] for result in reached(link, *targets, limit_s=limit_s)]
 
 
+@EVERY_TRANSPORT
 def test_a_node_reports_its_hardware(node: NodeUnderTest) -> None:
     answer = node.connect().request("probe", lease_dir=str(node.lease_dir))
     assert answer["root"]["path"] == str(node.root)
@@ -98,6 +101,7 @@ def test_the_output_of_nvidia_smi_is_reported_unchanged(node: NodeUnderTest, tmp
     assert answer["gpu_owners"][str(os.getpid())]["attempt"] is None
 
 
+@EVERY_TRANSPORT
 def test_a_command_runs_in_the_environment_of_tasks(node: NodeUnderTest, tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     tool.write_text('#!/bin/sh\necho "$A|$B|${DISTFLOW_ATTEMPT-none}|$(umask)|$1"\necho words >&2\nexit 3\n')
@@ -126,6 +130,7 @@ def test_a_command_that_takes_too_long_is_ended(node: NodeUnderTest, marker: str
     assert link.request("ping")["now"] > 0
 
 
+@EVERY_TRANSPORT
 def test_a_command_ends_with_its_agent(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     link.send("run", lambda _: None, argv=[sys.executable, "-c", f"import time; time.sleep(60) # {marker}"], limit_s=60)
@@ -184,17 +189,16 @@ def test_listening_ends_by_itself_and_with_the_agent(node: NodeUnderTest) -> Non
     wait_until(lambda: kinds(second, ("127.0.0.1", long, "w")) == ["refused"], 20)
 
 
-@pytest.mark.parametrize(
-    ("op", "fields"),
-    [
+def test_a_request_without_its_fields_is_refused(node: NodeUnderTest) -> None:
+    link = node.connect()
+    requests: list[tuple[Operation, dict[str, Any]]] = [
         ("probe", {}),
         ("run", {}),
         ("listen", {"word": "w"}),
         ("reach", {"targets": [{"address": "127.0.0.1"}]}),
         ("reach", {"targets": [{"address": "127.0.0.1", "port": "x", "word": "w"}]}),
-    ],
-)
-def test_a_request_without_its_fields_is_refused(node: NodeUnderTest, op: Operation, fields: dict[str, Any]) -> None:
-    with pytest.raises(AgentError) as caught:
-        node.connect().request(op, **fields)
-    assert caught.value.kind == "bad_request"
+    ]
+    for op, fields in requests:
+        with pytest.raises(AgentError) as caught:
+            link.request(op, **fields)
+        assert caught.value.kind == "bad_request", (op, fields)

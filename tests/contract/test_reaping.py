@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from contract.conftest import LOCAL_TRANSPORT
 from contract.test_runtime_faults import cgroup_of, is_dead, kill_pair_without_agent
 from distflow.runtime.cleanup import reaping
 from distflow.runtime.processes import read_process
@@ -19,6 +20,8 @@ from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from contract.conftest import NodeUnderTest, launch_of
+from contract.conftest import LOCAL_TRANSPORT, NodeUnderTest, launch_of
 from distflow.backends.machines.connection.bootstrap import RUNTIME
 from distflow.backends.machines.connection.transfers import fetch_output
 from distflow.errors import AgentError, BootstrapFailed
@@ -24,6 +24,8 @@ from distflow.protocol.names import Operation
 from distflow.runtime.files import attempts
 from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT
 from distflow.testing.waiting import wait_until
+
+pytestmark = LOCAL_TRANSPORT
 
 OTHER_USER_ID = 65534
 FOREIGN_UUID = "0123456789abcdef0123456789abcdef"

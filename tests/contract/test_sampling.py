@@ -7,6 +7,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
+from contract.conftest import LOCAL_TRANSPORT
 from distflow.runtime.processes import list_processes, name_of
 from distflow.state.logs import LogSource
 from distflow.state.samples import ResourceSamples, read_samples
@@ -14,6 +17,8 @@ from distflow.testing.waiting import is_alive, wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 TASK = [sys.executable, "-c", "import time; x = bytearray(96 << 20)\nwhile True: time.sleep(0.01)"]
 
@@ -55,17 +60,10 @@ def test_the_end_of_the_sampler_does_not_end_the_task(node: NodeUnderTest) -> No
     assert node.await_end(attempt)["exit_code"] == 0
 
 
-def test_the_sampler_ends_with_a_runner_that_was_killed(node: NodeUnderTest) -> None:
+@pytest.mark.parametrize("victim", ["runner", "keeper"])
+def test_the_sampler_ends_with_a_runner_or_keeper_that_was_killed(node: NodeUnderTest, victim: str) -> None:
     attempt = node.start(node.connect(), TASK)
     sampler = find_sampler(node, attempt)
-    os.kill(node.state(attempt)["runner"]["pid"], signal.SIGKILL)
-    assert node.await_end(attempt)["reason"] == "runner_died"
-    wait_until(lambda: name_of(sampler) != "df-sampler", 20, "the end of the sampler")
-
-
-def test_the_sampler_ends_with_a_keeper_that_was_killed(node: NodeUnderTest) -> None:
-    attempt = node.start(node.connect(), TASK)
-    sampler = find_sampler(node, attempt)
-    os.kill(node.state(attempt)["keeper"]["pid"], signal.SIGKILL)
-    assert node.await_end(attempt)["reason"] == "keeper_died"
+    os.kill(node.state(attempt)[victim]["pid"], signal.SIGKILL)
+    assert node.await_end(attempt)["reason"] == f"{victim}_died"
     wait_until(lambda: name_of(sampler) != "df-sampler", 20, "the end of the sampler")

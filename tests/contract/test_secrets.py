@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, launch_of
 from distflow.runtime.files import attempts
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 CANARY = "canary-5ecret-41"
 FILES = [{"path": "files/run/deploy", "files": {"key": f"{CANARY}-file\nsecond-line-of-it\n", "user": "somebody-else"}}]
@@ -204,18 +206,18 @@ def test_an_error_file_that_cannot_be_forwarded_does_not_lose_the_exit_code(node
     assert end["error"] in (None, {"message": "half of a pair: ?"})
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [{"path": "../x", "files": {"a": "b"}}, {"path": "files/x", "files": {"../a": "b"}}, {"path": "control", "files": {}}],
-)
-def test_files_of_credentials_cannot_be_placed_outside_their_directory(node: NodeUnderTest, entry: dict[str, Any]) -> None:
+def test_files_of_credentials_cannot_be_placed_outside_their_directory(node: NodeUnderTest) -> None:
     from distflow.errors import AgentError
 
     link = node.connect()
-    attempt = node.lease(link)
-    with pytest.raises(AgentError):
-        link.request("prepare", attempt=attempt, launch=launch_of(["true"], secret_files=[entry]))
-    link.request("release", attempt=attempt)
+    entries: list[dict[str, Any]] = [
+        {"path": "../x", "files": {"a": "b"}}, {"path": "files/x", "files": {"../a": "b"}}, {"path": "control", "files": {}}
+    ]  # fmt: skip
+    for entry in entries:
+        attempt = node.lease(link)
+        with pytest.raises(AgentError):
+            link.request("prepare", attempt=attempt, launch=launch_of(["true"], secret_files=[entry]))
+        link.request("release", attempt=attempt)
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +242,7 @@ def _belongs_to(path: Path, folder: Path) -> bool:
     return path.name in {hashlib.sha256(os.fsencode(os.path.realpath(one))).hexdigest()[:32] for one in attempts}
 
 
+@EVERY_TRANSPORT
 def test_a_process_that_knows_a_secret_leaves_no_core(node: NodeUnderTest, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nulimit -c unlimited\nexec {sys.executable} "$@"\n')

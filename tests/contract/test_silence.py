@@ -16,6 +16,7 @@ from contract.conftest import NodeUnderTest, processes_with
 from distflow.backends.machines.connection import stream
 from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, SourceArchive, open_service, service_argv
 from distflow.backends.machines.connection.transfers import Blob, fetch_output, send_blobs
+from distflow.runtime.processes import is_alive, read_process
 from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import REQUEST
 from distflow.testing.waiting import wait_until
@@ -45,9 +46,10 @@ def test_services_of_a_silent_connection_end(local_node: NodeUnderTest, closing:
         opened.channel.write(request)
         started.update(services())  # before the first services end
 
-    def services() -> set[int]:
-        """All processes except the agent and those that it forks, which continue."""
-        return set(processes_with(str(local_node.top))) - set(processes_with("agent.server"))
+    def services() -> set[tuple[int, int]]:
+        """Ids and start times of all processes except the agent and those that it forks, which continue."""
+        found = [read_process(pid) for pid in set(processes_with(str(local_node.top))) - set(processes_with("agent.server"))]
+        return {(one.pid, one.start) for one in found if one is not None}
 
     link = local_node.connect()
     running = local_node.start(link, ["sleep", "300"])
@@ -56,7 +58,7 @@ def test_services_of_a_silent_connection_end(local_node: NodeUnderTest, closing:
     (local_node.directory(big) / "output" / "big").write_bytes(os.urandom(5_000_000))
     name = json.dumps({"attempt": big}).encode()
     session = json.dumps({"attempt": running, "argv": ["sleep", "300"]}).encode()
-    started = set[int]()
+    started = set[tuple[int, int]]()
     requests = [
         ("services.sender", b""),  # before the request
         ("services.sender", name + b"\n"),  # before `at`
@@ -83,7 +85,8 @@ def test_services_of_a_silent_connection_end(local_node: NodeUnderTest, closing:
         return len(started) >= len(requests) + 2
 
     wait_until(all_have_started, 60, "a process for each service")
-    wait_until(lambda: not started & services(), 120, "all services are gone")
+    # They end after 30 s. Meanwhile, only these processes are read, and not all of the machine.
+    wait_until(lambda: not any(is_alive(*one) for one in started), 120, "all services are gone")
     assert local_node.record(running) is None
 
 

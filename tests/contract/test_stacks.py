@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from contract.conftest import LOCAL_TRANSPORT
 from distflow.errors import AgentError
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
+
+pytestmark = LOCAL_TRANSPORT
 
 SCRIPT = """
 import sys, time

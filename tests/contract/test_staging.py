@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of, try_clean
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, launch_of, try_clean
 from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.transfers import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
@@ -23,6 +23,8 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
     from distflow.backends.machines.connection.bootstrap import Opened
+
+pytestmark = LOCAL_TRANSPORT
 
 
 def blob_of(path: Path, data: bytes) -> Blob:
@@ -64,6 +66,7 @@ def sizes_in_blobs(node: NodeUnderTest) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in (node.root / "blobs").iterdir()}
 
 
+@EVERY_TRANSPORT
 def test_blobs_arrive_whole_and_are_sent_once(node: NodeUnderTest, tmp_path: Path) -> None:
     noise = blob_of(tmp_path / "noise", os.urandom(3_000_000))
     words = blob_of(tmp_path / "words", b"the same words again " * 200_000)
@@ -110,6 +113,7 @@ def test_compressible_files_are_sent_compressed(node: NodeUnderTest, tmp_path: P
     assert missing(node, words) == []
 
 
+@EVERY_TRANSPORT
 def test_a_broken_transfer_is_resumed(node: NodeUnderTest, tmp_path: Path) -> None:
     blob = blob_of(tmp_path / "blob", os.urandom(2_000_000))
     opened = receiver(node)
@@ -189,6 +193,7 @@ def test_two_uploads_of_the_same_blob_at_once_both_succeed(node: NodeUnderTest, 
     assert sizes_in_blobs(node) == {blob.digest: blob.size}
 
 
+@pytest.mark.transports("ssh")  # a local transport has no connection that could break
 def test_a_connection_that_ends_while_it_sends_is_unreachable(node: NodeUnderTest, tmp_path: Path) -> None:
     blob = blob_of(tmp_path / "blob", os.urandom(8_000_000))
 
@@ -196,8 +201,6 @@ def test_a_connection_that_ends_while_it_sends_is_unreachable(node: NodeUnderTes
         if at > 1_000_000:
             node.transport.close()
 
-    if type(node.transport).__name__ == "LocalTransport":
-        pytest.skip("a local transport has no connection that could break")
     with pytest.raises(NodeUnreachable):
         send_blobs(node.transport, str(node.top), sys.executable, [blob], timeout_s=20, progress=cut)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from contract.conftest import NodeUnderTest, launch_of
+from contract.conftest import EVERY_TRANSPORT, LOCAL_TRANSPORT, NodeUnderTest, launch_of
 from distflow.backends.base import (
     AttemptKey,
     LeaseRefused,
@@ -40,6 +40,8 @@ from distflow.runtime.files import venvs
 from distflow.runtime.services.frames import Peer
 from distflow.runtime.services.venv_builder import _Build, _last_lines, _only_pip_knows_the_index
 from distflow.testing.waiting import is_alive, wait_until
+
+pytestmark = LOCAL_TRANSPORT
 
 T = TypeVar("T", bound=Observation)
 
@@ -115,6 +117,7 @@ def is_left_process_alive(path: Path) -> bool:
     return is_alive(int(Path(f"{path}.left").read_text()))
 
 
+@EVERY_TRANSPORT
 def test_an_environment_is_built_once_and_used_by_tasks(
     builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +267,7 @@ def test_packages_are_synced_before_their_environment_is_marked_complete(
     assert venvs.COMPLETE in os.listdir(venvs.directory_of(str(tmp_path), DIGEST))
 
 
+@EVERY_TRANSPORT
 def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> None:
     builder.set_install_script(print_and_wait_for(tmp_path / "never", "torch"))
 

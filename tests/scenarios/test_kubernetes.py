@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from distflow.state.directory import StateDirectory
+from distflow.state.store import Store
 from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -32,7 +34,11 @@ workflow:
   resources: {default: {cpu: 0}}
 """
 
+ONE = "".join(line for line in SPIN.splitlines(keepends=True) if "name: worker" not in line)
+"""A gang of one task."""
+
 VOLCANO = "apis/scheduling.volcano.sh/v1beta1"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 POD_GROUPS: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
     "metadata": {"name": "podgroups.scheduling.volcano.sh"},
@@ -81,14 +87,37 @@ def _cause(answer: dict[str, Any]) -> str:
 
 def _await_end(pool: KubernetesPool, workflow: str, *statuses: str) -> dict[str, Any]:
     """Wait until a workflow has one of ``statuses`` and none of its objects remain. Return its ``query``."""
-    wait_until(lambda: pool.cli.query(workflow)["status"] not in ("PENDING", "RUNNING", "WAITING"), 150, "the workflow ends")
+    pool.cli.await_record(workflow, lambda record: record.state.is_final, 150)
     answer = pool.cli.query(workflow)
     assert answer["status"] in statuses, _cause(answer)
     pool.await_no_objects()
     return answer
 
 
-def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesPool) -> None:
+def _phases(pool: KubernetesPool) -> dict[str, str]:
+    """Return the phase of each pod, such as ``Succeeded``."""
+    return {one["metadata"]["name"]: one["status"]["phase"] for one in pool.cluster.objects("pods", pool.namespace)}
+
+
+def _await_message(pool: KubernetesPool, workflow: str, text: str) -> None:
+    """Wait until the message of the group contains a text."""
+    pool.cli.await_record(workflow, lambda record: text in record.groups[0].message, 60)
+
+
+def _await_event(pool: KubernetesPool, workflow: str, text: str) -> None:
+    """Wait until an event of the workflow contains a text."""
+
+    def has_happened() -> bool:
+        with Store(StateDirectory(pool.cli.state).store) as store:
+            return any(text in event.text for event in store.events(store.find(workflow).uuid))
+
+    wait_until(has_happened, 90, f"an event contains `{text}`")
+
+
+def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing_and_reap_deletes_objects_of_ended_workflows(
+    pool: KubernetesPool,
+) -> None:
+    """``node reap`` deletes only objects of workflows in this store."""
     cli = pool.cli
     workflow = _start(pool)
     nodes = {task["node_name"] for task in cli.tasks(workflow).values()}
@@ -98,6 +127,20 @@ def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesP
     assert cli.run("workflow", "exec", workflow, "worker", "--entry", "hostname").out.strip() == f"{pool.allocations()[0]}-1"
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     pool.await_no_objects()
+    uuid = cli.query(workflow)["uuid"]
+    for name, owner in (("ours", uuid), ("foreign", "a" * 32)):
+        manifest = {
+            "apiVersion": "v1", "kind": "ConfigMap",
+            "metadata": {
+                "name": name, "labels": {"app.kubernetes.io/managed-by": "distflow", "distflow.dev/workflow": owner},
+                "annotations": {"distflow.dev/marker": f"distflow:{owner}/train/0"},
+            },
+        }  # fmt: skip
+        pool.create(manifest)
+    shown = cli.run("node", "reap").out
+    assert "ours" in shown
+    assert "skipped" in shown
+    assert pool.allocations() == ["foreign"]
 
 
 def test_pool_check_reports_a_missing_image_or_namespace(pool: KubernetesPool) -> None:
@@ -116,7 +159,7 @@ def test_a_gang_that_cannot_be_scheduled_shows_the_reason_and_ends_by_its_queue_
     cli = pool.cli
     spec = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 8s}\n", 1).replace("{cpu: 0}", "{cpu: 500}")
     workflow = cli.submit(cli.spec(spec))
-    wait_until(lambda: "Insufficient cpu" in cli.query(workflow)["groups"][0]["message"], 60, "the reason is shown")
+    _await_message(pool, workflow, "Insufficient cpu")
     second = cli.submit(cli.spec(spec.replace("8s", "1h"), "second.yaml"))
     wait_until(lambda: len(pool.allocations()) == 2, 60, "both gangs wait")
     assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
@@ -135,34 +178,31 @@ def test_an_image_that_is_missing_or_has_no_python_is_named(
     pool: KubernetesPool, image: str, python: str, status: str, words: str
 ) -> None:
     pool.configure(kubernetes={"image": image}, python=python)
-    workflow = pool.cli.submit(pool.cli.spec(SPIN))
+    workflow = pool.cli.submit(pool.cli.spec(ONE))
     assert words in _cause(_await_end(pool, workflow, status))
-
-
-def test_a_killed_rank_stops_the_gang(pool: KubernetesPool) -> None:
-    workflow = _start(pool, SPIN.replace('echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600', "sleep 3; kill -9 $$"))
-    answer = _await_end(pool, workflow, "FAILED")
-    assert answer["groups"][0]["first_cause"]["task"] == "worker", answer
 
 
 def test_a_pod_that_is_deleted_from_outside_is_the_cause(pool: KubernetesPool) -> None:
     workflow = _start(pool)
-    pool.cluster.kubectl("delete", "pod", f"{pool.allocations()[0]}-1", "-n", pool.namespace, "--wait=false")
+    pool.delete("pods", f"{pool.allocations()[0]}-1")
     answer = _await_end(pool, workflow, "FAILED_CANCELED")
     assert "was deleted" in _cause(answer)
 
 
-def test_a_task_that_exceeds_its_memory_limit_fails_the_gang(pool: KubernetesPool) -> None:
+def test_a_rank_that_is_killed_because_it_exceeds_its_memory_limit_stops_the_gang(pool: KubernetesPool) -> None:
     eat = "import time; data = bytearray(1_500_000_000); time.sleep(60)"
     spec = SPIN.replace("sleep 600']}\n  resources", f'python3 -c "{eat}"\']}}\n  resources').replace(
         "{cpu: 0}", "{memory: 300Mi}"
     )
     pool.configure(enforce_limits=False)
     workflow = pool.cli.submit(pool.cli.spec(spec))
-    _await_end(pool, workflow, "FAILED_EVICTED", "FAILED")
+    answer = _await_end(pool, workflow, "FAILED_EVICTED", "FAILED")
+    assert answer["groups"][0]["first_cause"]["task"] == "worker", answer
 
 
-def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool, repository: Path) -> None:
+def test_a_distflow_in_a_pod_needs_only_the_documented_role(
+    pool: KubernetesPool, repository: Path, forking_programs: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Without a kubeconfig, distflow uses the service account of its pod, from the files that Kubernetes mounts."""
     cli, cluster = pool.cli, pool.cluster
     if not cluster.is_own:
@@ -184,14 +224,17 @@ def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool
         {"serviceAccountToken": {"path": "token"}}, {"configMap": {"name": "ca"}},
         {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
     ]  # fmt: skip
-    server = urlsplit(json.loads(cluster.kubectl("config", "view", "-o", "json"))["clusters"][0]["cluster"]["server"])
+    server = urlsplit(yaml.safe_load(cluster.kubeconfig.read_text())["clusters"][0]["cluster"]["server"])
     given = {"KUBERNETES_SERVICE_HOST": server.hostname, "KUBERNETES_SERVICE_PORT": str(server.port), "HOME": str(cli.folder)}
     given |= {name: cli.environment[name] for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG")}
-    run = f"{sys.executable} -m distflow"
+    run = f"{forking_programs}/distflow"
+    base = tmp_path_factory.getbasetemp()
+    sockets = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "forking-site"
     spec = cli.spec(SPIN.replace("sleep 600", "true"))
     log = cli.folder / "log"
     command = f"exec >{log} 2>&1; {run} pool check; {run} submit {spec} --wait; while [ ! -e {log}.go ]; do sleep 0.2; done"
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cli"}, **pod_template(str(cli.folder), str(repository))}
+    mounted = map(str, (cli.folder, repository, sockets))
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cli"}, **pod_template(*mounted)}
     (container,) = pod["spec"]["containers"]
     container |= {"name": "cli", "image": IMAGE, "command": ["sh", "-c", command]}
     container["env"] = [{"name": name, "value": value} for name, value in given.items()]
@@ -199,65 +242,14 @@ def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool
     pod["spec"] |= {"restartPolicy": "Never", "hostNetwork": True, "serviceAccountName": "runs"}
     pod["spec"]["volumes"].append({"name": "account", "projected": {"sources": sources}})
     for one in (account, role, binding, files, pod):
-        cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(one))
+        pool.create(one)
 
     wait_until(lambda: log.exists() and "rank 1" in log.read_text(), 200, "the gang has run")
     wait_until(lambda: not pool.allocations(), 90, "no allocation is left")
     assert "is Python 3." in log.read_text(), log.read_text()
     assert "these calls are not allowed" not in log.read_text(), log.read_text()
     (cli.folder / "log.go").touch()
-    wait_until(lambda: "Succeeded" in cluster.kubectl("get", "pod", "cli", "-n", pool.namespace, "-o", "yaml"), 60, "pod ends")
-
-
-def test_reap_deletes_only_objects_of_ended_workflows_of_this_store(pool: KubernetesPool) -> None:
-    cli = pool.cli
-    done = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true")), "--wait")
-    assert done.code == 0, done.err
-    pool.await_no_objects()
-    uuid = cli.query("spin-1")["uuid"]
-    for name, workflow in (("ours", uuid), ("foreign", "a" * 32)):
-        manifest = {
-            "apiVersion": "v1", "kind": "ConfigMap",
-            "metadata": {
-                "name": name, "labels": {"app.kubernetes.io/managed-by": "distflow", "distflow.dev/workflow": workflow},
-                "annotations": {"distflow.dev/marker": f"distflow:{workflow}/train/0"},
-            },
-        }  # fmt: skip
-        pool.cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(manifest))
-    shown = cli.run("node", "reap").out
-    assert "ours" in shown
-    assert "skipped" in shown
-    assert pool.allocations() == ["foreign"]
-
-
-def test_the_next_supervisor_continues_with_the_same_pods(pool: KubernetesPool) -> None:
-    cli = pool.cli
-    shared = cli.folder / "shared"
-    shared.mkdir()
-    pool.configure(folders=(str(shared),))
-    workflow = _start(pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
-    owners = pool.allocations()
-    cli.kill_supervisor()
-    (shared / "go").touch()
-    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=90)["status"] == "COMPLETED"
-    assert cli.logs(workflow).count("late") == 2
-    assert {task["node_name"].partition("@")[2] for task in cli.tasks(workflow).values()} == set(owners)
-    pool.await_no_objects()
-
-
-def test_a_gang_completes_although_the_api_server_stops_for_a_while(lone_pool: KubernetesPool) -> None:
-    cli = lone_pool.cli
-    shared = cli.folder / "shared"
-    shared.mkdir()
-    lone_pool.configure(folders=(str(shared),))
-    workflow = _start(lone_pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
-    lone_pool.cluster.stop("apiserver")
-    wait_until(lambda: "unreachable" in cli.run("workflow", "events", workflow).out, 90, "the nodes are unreachable")
-    (shared / "go").touch()
-    lone_pool.cluster.start("apiserver")
-    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
-    assert cli.logs(workflow).count("late") == 2
-    lone_pool.await_no_objects()
+    wait_until(lambda: _phases(pool)["cli"] == "Succeeded", 60, "the pod ends")
 
 
 def test_a_stopped_kubelet_fails_the_gang_after_node_lost_after(lone_pool: KubernetesPool) -> None:
@@ -265,8 +257,8 @@ def test_a_stopped_kubelet_fails_the_gang_after_node_lost_after(lone_pool: Kuber
     workflow = _start(lone_pool)
     node = next(task["node_name"] for task in lone_pool.cli.tasks(workflow).values()).partition("_")[0]
     lone_pool.cluster.stop(node.replace("node", "kubelet"))
-    wait_until(lambda: lone_pool.cli.query(workflow)["status"] == "FAILED_BACKEND_ERROR", 150, "the node is lost")
-    assert lone_pool.cli.query(workflow)["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
+    answer = lone_pool.cli.await_status(workflow, "FAILED_BACKEND_ERROR", timeout=150)
+    assert answer["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
 
 
 def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: KubernetesPool) -> None:
@@ -295,13 +287,13 @@ def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: Kuber
 def test_a_gang_waits_for_its_quota(pool: KubernetesPool) -> None:
     cli = pool.cli
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
-    pool.cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(quota))
+    pool.create(quota)
     wait_until(lambda: pool.cluster.objects("resourcequotas", pool.namespace)[0].get("status", {}).get("hard"), 60, "in force")
     workflow = cli.submit(cli.spec(SPIN.replace("sleep 600", "true")))
-    wait_until(lambda: "quota" in cli.query(workflow)["groups"][0]["message"], 60, "the reason is shown")
+    _await_message(pool, workflow, "quota")
     # "quota `few` is used up" or "no resource of quota `few` is used up", depending on when the pod has ended
     assert "quota `few` is used up" in cli.run("pool", "check").out
-    pool.cluster.kubectl("delete", "resourcequota", "few", "-n", pool.namespace)
+    pool.delete("resourcequotas", "few")
     assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
     pool.await_no_objects()
 
@@ -315,10 +307,15 @@ def test_pods_are_deleted_when_only_some_of_them_get_nodes(pool: KubernetesPool)
     workflow = cli.submit(cli.spec(spec))
     wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
     first = pool.allocations()
-    wait_until(lambda: "only 1 of 2 pods got a node" in cli.run("workflow", "events", workflow).out, 60, "the reason is shown")
+    _await_event(pool, workflow, "only 1 of 2 pods got a node")
     wait_until(lambda: first[0] not in pool.allocations(), 60, "the first pods are deleted")
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     pool.await_no_objects()
+
+
+def _are_established(cluster: KubernetesCluster) -> bool:
+    found = cluster.call("GET", f"{DEFINITIONS}/{POD_GROUPS['metadata']['name']}").get("status", {})
+    return ("Established", "True") in [(one["type"], one["status"]) for one in found.get("conditions", ())]
 
 
 def test_a_volcano_pod_group_is_created_and_deleted_with_the_gang(pool: KubernetesPool) -> None:
@@ -329,8 +326,8 @@ def test_a_volcano_pod_group_is_created_and_deleted_with_the_gang(pool: Kubernet
     pool.configure(kubernetes={"scheduler": "volcano", "queue": "q"})
     workflow = cli.submit(cli.spec(SPIN))
     assert "does not have Volcano's PodGroups" in _cause(_await_end(pool, workflow, "FAILED_START_ERROR"))
-    pool.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(POD_GROUPS))
-    pool.cluster.kubectl("wait", "--for=condition=Established", "crd/podgroups.scheduling.volcano.sh")
+    pool.cluster.call("POST", DEFINITIONS, body=POD_GROUPS)
+    wait_until(lambda: _are_established(pool.cluster), 60, "the API server has PodGroups")
     workflow = cli.submit(cli.spec(SPIN))
     wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
     (group,) = pool.cluster.objects("podgroups", pool.namespace, api=VOLCANO)
@@ -361,6 +358,8 @@ def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: Kubernetes
     )
     assert done.code == 0, done.err
     settings, service, job = yaml.safe_load_all(done.out)
+    pool.create(settings)
+    pool.create(service)
     for index in range(job["spec"]["completions"]):
         spec = json.loads(json.dumps(job["spec"]["template"]["spec"]))
         (container,) = spec["containers"]
@@ -368,15 +367,31 @@ def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: Kubernetes
         container["command"] = ["sh", "-c", f'exec "$@" > {printed}/{index} 2>&1', "sh", *container["command"]]
         spec["hostname"] = f"{job['metadata']['name']}-{index}"
         metadata = {"name": spec["hostname"], "namespace": pool.namespace}
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-        for one in (settings, service, pod):
-            pool.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(one))
-    wait_until(
-        lambda: {one["status"]["phase"] for one in pool.cluster.objects("pods", pool.namespace)} == {"Succeeded"},
-        90,
-        "both pods end",
-    )
+        pool.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    wait_until(lambda: set(_phases(pool).values()) == {"Succeeded"}, 90, "both pods end")
     for index in range(2):
         lines = (printed / str(index)).read_text()
         assert f"Hello from hello-world-{index}, node {index} of 2\nrank {index} of 2\n" in lines
         assert "the master is at hello-world-0.hello-world, port 29500" in lines
+
+
+def test_a_gang_completes_although_its_supervisor_is_killed_and_the_api_server_stops(lone_pool: KubernetesPool) -> None:
+    cli = lone_pool.cli
+    shared = cli.folder / "shared"
+    shared.mkdir()
+    lone_pool.configure(folders=(str(shared),))
+    script = f"for word in again late; do while [ ! -e {shared}/$word ]; do sleep 0.2; done; echo $word; done"
+    workflow = _start(lone_pool, SPIN.replace("sleep 600", script))
+    owners = lone_pool.allocations()
+    cli.kill_supervisor()
+    (shared / "again").touch()
+    cli.await_running(workflow)  # its command starts the next supervisor
+    wait_until(lambda: cli.logs(workflow).count("again") == 2, 90, "the next supervisor has the output of both tasks")
+    lone_pool.cluster.stop("apiserver")
+    _await_event(lone_pool, workflow, "unreachable")
+    (shared / "late").touch()
+    lone_pool.cluster.start("apiserver")
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
+    assert cli.logs(workflow).count("late") == 2
+    assert {task["node_name"].partition("@")[2] for task in cli.tasks(workflow).values()} == set(owners)
+    lone_pool.await_no_objects()
