@@ -228,10 +228,13 @@ def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = Fa
 class Terminal:
     """Runs the commands of a page as on a terminal, in a directory with its own state and configuration."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] = NO_VARIABLES, programs: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str] = NO_VARIABLES, programs: str | None = None, **settings: str
+    ) -> None:
         """Create the directory below ``folder``.
 
         ``environment`` has further variables of commands and tasks. ``programs`` is a directory that precedes those in PATH.
+        ``settings`` are further settings of the pool ``local``.
         """
         self.folder = folder / "project"
         self.folder.mkdir()
@@ -241,10 +244,10 @@ class Terminal:
         (self.folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         self.state = folder / "state"
         # With separate lease directories, pages that run at the same time do not wait for each other's CPUs.
-        settings = folder / ".config" / "distflow"
-        settings.mkdir(parents=True)
-        local = {"backend": "local", "lease_dir": f"{folder}/leases", "environment": dict(environment)}
-        (settings / "distflow.yaml").write_text(yaml.safe_dump({"pools": {"local": local}}))
+        configuration = folder / ".config" / "distflow"
+        configuration.mkdir(parents=True)
+        local = {"backend": "local", "lease_dir": f"{folder}/leases", "environment": dict(environment), **settings}
+        (configuration / "distflow.yaml").write_text(yaml.safe_dump({"pools": {"local": local}}))
         path = ":".join(filter(None, (programs, str(Path(sys.executable).parent), os.environ["PATH"])))
         self.environment = {
             **os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(self.state), "USER": "ada", "LOGNAME": "ada",

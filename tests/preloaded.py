@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TRANSFORMERS", "Preloaded", "connect", "delegate", "find_forking_site", "request_start", "start_preloaded",
-    "write_program",
+    "write_program", "write_site",
 ]  # fmt: skip
 
 TRANSFORMERS = "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama"
@@ -214,6 +214,28 @@ def write_program(folder: Path, base: Path, kind: Kind) -> Path:
     return program
 
 
+def write_site(folder: Path, base: Path, module: str) -> Path:
+    """Return a directory for ``PYTHONPATH``: ``python -m MODULE`` then calls ``main`` in a fork of the server for distflow.
+
+    runpy, which runs ``-m``, prints a warning if the server process has already imported the module.
+    """
+    connection, address = _connect_to_server(base, "distflow")
+    connection.close()
+    site = folder / "forking-modules"
+    site.mkdir()
+    tests = os.path.dirname(__file__)
+    (site / "sitecustomize.py").write_text(_SITE_OF_MODULE.format(module=module, folder=tests, address=address))
+    return site
+
+
+_SITE_OF_MODULE = """
+import sys
+if sys.orig_argv[1:3] == ["-m", {module!r}]:
+    sys.path.insert(0, {folder!r})
+    import preloaded
+    run = "import sys; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    preloaded.delegate({address!r}, ["-c", run, *sys.orig_argv[3:]])
+"""
 _DISTFLOW = """#!{python} -IS
 import sys
 sys.path.insert(0, {folder})

@@ -340,6 +340,9 @@ def _modules_of_distflow() -> Iterator[str]:
                     with suppress(Exception):  # not every class can be decoded
                         msgspec.convert({}, kind)
     yield from ("jsonschema", "encodings.idna")
+    for name in ("kubernetes.client", "kubernetes.config"):
+        with suppress(ImportError):
+            importlib.import_module(name)
     with suppress(ImportError):
         _load_s3()
 

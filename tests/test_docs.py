@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import html
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -68,8 +69,22 @@ def _pages_with_commands() -> list[Path]:
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     site = {"PYTHONPATH": request.getfixturevalue("forking_site")} if page.name in TRAINING else NO_VARIABLES
     programs = None if page.name == "README.md" else request.getfixturevalue("forking_programs")
-    terminal = Terminal(tmp_path, site, programs)
+    if page.name == "python.md":
+        _write_python(str(programs))
+    # Without torch, whose import takes seconds. README also runs `pool check`, with torch.
+    settings = {"python": str(getattr(sys, "_base_executable", sys.executable))} if page.name == "pool-check.md" else {}
+    terminal = Terminal(tmp_path, site, programs, **settings)
     _run_page(terminal, [block for block in all_blocks() if block.page == page and _runs_locally(block)])
+
+
+def _write_python(programs: str) -> None:
+    """Write a ``python`` next to the forked ``distflow``. It forks the programs of a page in the same way."""
+    distflow_program = Path(programs) / "distflow"
+    text = distflow_program.read_text()
+    assert '"-m", "distflow", *' in text
+    python = distflow_program.with_name("python")
+    python.write_text(text.replace('"-m", "distflow", *', "*"))
+    python.chmod(0o755)
 
 
 @pytest.mark.ssh
@@ -228,8 +243,11 @@ def test_the_examples_of_the_python_api_have_correct_types(tmp_path: Path) -> No
     for block in blocks_of(ROOT / "docs" / "python.md"):
         if block.language == "python":
             (tmp_path / (block.note("file") or "")).write_text(block.text)
-    # As in a user's directory, distflow is an installed package. To follow torch would take most of the time.
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n")
+    # As in a user's directory, distflow is an installed package. The examples use no types of the packages below, and to
+    # follow them would take most of the time.
+    skipped = ("torch", *(f"distflow.{name}" for name in ("backends", "runtime", "storage", "supervisor", "train")))
+    sections = f"[mypy-{','.join(f'{name}.*' for name in skipped)}]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = True\ncache_dir = {os.devnull}\n{sections}")
     mypy: list[str | Path] = [sys.executable, "-m", "mypy", *tmp_path.glob("*.py")]
     done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -420,10 +438,10 @@ def test_a_wrong_page_is_found(tmp_path: Path) -> None:
     _run_block(terminal, Block(PAGES[0], 1, "console", (), "$ (exit 3)\n$ echo $?\n3\n"))
 
 
-def test_pages_that_run_at_the_same_time_share_no_leases(tmp_path: Path) -> None:
+def test_pages_that_run_at_the_same_time_share_no_leases(tmp_path: Path, forking_programs: str) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-    one, other = Terminal(tmp_path / "one"), Terminal(tmp_path / "other")
+    one, other = (Terminal(tmp_path / name, programs=forking_programs) for name in ("one", "other"))
     spec = "workflow: {name: holds, resources: {default: {cpu: 1}}, tasks: [{name: a, command: [sleep, '600']}]}\n"
     (one.folder / "holds.yaml").write_text(spec)
     try:

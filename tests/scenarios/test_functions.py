@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from distflow.testing.nodes import write_other_python
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
+from scenarios.lasting import lasting_supervisor
 
 TRAIN = """
 import json, sys
@@ -69,6 +70,13 @@ def project(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+@pytest.fixture
+def one_supervisor(cli: Cli) -> Iterator[None]:
+    """One supervisor for all functions of the test."""
+    with lasting_supervisor(cli):
+        yield
+
+
 @pytest.mark.torch
 @pytest.mark.ssh
 def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: Lab, forking_site: str, project: Path) -> None:
@@ -87,6 +95,7 @@ def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: L
     assert lines == [f"hello from {rank}" for rank in range(4)]
 
 
+@pytest.mark.usefixtures("one_supervisor")
 def test_errors_of_a_function_are_raised_with_their_cause(cli: Cli, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class TwoArguments(Exception):
         def __init__(self, text: str, number: int) -> None:
@@ -179,7 +188,7 @@ def other_python(folder: Path) -> tuple[str, str]:
 
 @pytest.mark.ssh
 def test_nodes_without_the_python_or_packages_of_a_function_are_named_before_anything_starts(
-    lab: Lab, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, one_supervisor: None, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def double(number: int) -> int:
         return 2 * number
@@ -215,9 +224,10 @@ def test_nodes_without_the_python_or_packages_of_a_function_are_named_before_any
         distflow.run(lambda: installed.__name__, gpus=0)
     with pytest.raises(InputError, match=r"needs `only_elsewhere`, missing from .* on gpu1\n"):
         distflow.run(imports_a_package, gpus=0)
-    assert [one.id for one in distflow.list()] == ["double-3", "double-2", "double-1"]
+    assert [one.id for one in distflow.list()] == ["double-3", "double-2", "double-1", "lasts-1"]
 
 
+@pytest.mark.usefixtures("one_supervisor")
 def test_an_array_of_functions_runs_a_few_at_a_time(cli: Cli, project: Path) -> None:
     def invert(number: int, sign: int) -> float:
         return sign / number

@@ -15,6 +15,7 @@ from distflow.kubeflow.options import Labels, Name
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
+from scenarios.lasting import lasting_supervisor
 
 README = """
 from kubeflow.trainer import CustomTrainer, TrainerClient, TrainJobTemplate
@@ -146,7 +147,8 @@ def _check_programs(cli: Cli) -> None:
 @pytest.mark.torch
 def test_the_examples_of_kubeflow_run_on_this_machine(cli: Cli, forking_site: str) -> None:
     cli.configure(cpus=1, environment={"PYTHONPATH": forking_site})
-    _check_programs(cli)
+    with lasting_supervisor(cli):
+        _check_programs(cli)
 
 
 @pytest.mark.torch
@@ -154,14 +156,15 @@ def test_the_examples_of_kubeflow_run_on_this_machine(cli: Cli, forking_site: st
 def test_the_examples_of_kubeflow_run_on_hosts_behind_ssh(lab: Lab, forking_site: str) -> None:
     node = {"cpus": 8, "memory": "64Gi"}
     lab.configure(nodes=dict.fromkeys(lab.servers, node), environment={"PYTHONPATH": forking_site})
-    _check_programs(lab.cli)
-    client = TrainerClient(SSHBackendConfig(hosts=["gpu1", "gpu2"]))
-    with pytest.raises(ValueError, match=r"(?s)can never run in pool .lab.*node-2: gpu2: used by node-1"):
-        client.train(trainer=CustomTrainer(func=_sleep, num_nodes=3))
-    name = client.train("custom-distributed", trainer=CustomTrainer(func=_sleep, num_nodes=2))
-    wait_until(lambda: client.get_job(name).status == "Running", what="the job runs")
-    assert {task.node for task in distflow.get(name).tasks} == {"gpu1", "gpu2"}
-    client.delete_job(name)
+    with lasting_supervisor(lab.cli):
+        _check_programs(lab.cli)
+        client = TrainerClient(SSHBackendConfig(hosts=["gpu1", "gpu2"]))
+        with pytest.raises(ValueError, match=r"(?s)can never run in pool .lab.*node-2: gpu2: used by node-1"):
+            client.train(trainer=CustomTrainer(func=_sleep, num_nodes=3))
+        name = client.train("custom-distributed", trainer=CustomTrainer(func=_sleep, num_nodes=2))
+        wait_until(lambda: client.get_job(name).status == "Running", what="the job runs")
+        assert {task.node for task in distflow.get(name).tasks} == {"gpu1", "gpu2"}
+        client.delete_job(name)
 
 
 def _fail_on_rank_1(text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scenarios.conftest import Cli
+from scenarios.lasting import lasting_supervisor
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is missing: run `make`")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is missing: run `make`")
@@ -28,7 +29,9 @@ def test_each_cell_prints_the_output_that_the_notebook_shows(
     executed = nbformat.read(NOTEBOOK, 4)
     project = cli.folder / "project"
     project.mkdir()
-    nbclient.NotebookClient(executed, timeout=120, resources={"metadata": {"path": str(project)}}).execute(env=dict(os.environ))
+    notebook = nbclient.NotebookClient(executed, timeout=120, resources={"metadata": {"path": str(project)}})
+    with lasting_supervisor(cli):
+        notebook.execute(env=dict(os.environ))
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         for cell in executed.cells:
             cell.get("metadata", {}).pop("execution", None)

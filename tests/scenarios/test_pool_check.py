@@ -16,6 +16,7 @@ import pytest
 from distflow.testing.kernel import Network, missing_netns
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
+from preloaded import write_program
 from scenarios.conftest import Cli
 
 pytestmark = pytest.mark.ssh
@@ -211,7 +212,7 @@ def test_the_check_uses_the_environment_and_setup_of_tasks(hosts: Hosts) -> None
     folder = hosts.cli.folder
     (folder / "lib").mkdir()
     (folder / "lib" / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
-    hosts.configure(gpu1=f", environment: {{PYTHONPATH: {folder}/lib}}", gpu2=", setup: exit 7", python=sys.executable)
+    hosts.configure(gpu1=f", environment: {{PYTHONPATH: {folder}/lib}}", gpu2=", setup: exit 7")
     report = hosts.check(code=0)
     warnings = {finding["nodes"][0]: finding for finding in report["findings"] if finding["grade"] == "warning"}
     assert "torch cannot be imported: OSError('libcudart.so.12" in warnings["gpu1"]["message"]
@@ -314,8 +315,15 @@ def test_nodes_that_cannot_reach_each_other_are_named(cli: Cli, tmp_path_factory
         assert report["verdict"] == "a gang cannot run on all 3 nodes: gpu1, gpu3 do not all reach each other"
 
 
-def test_all_reduce_measures_the_bandwidth_between_nodes(hosts: Hosts) -> None:
-    hosts.configure(python=sys.executable)
+@pytest.fixture
+def forking_python(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python for nodes. The check's programs are then forked from a process that has imported torch."""
+    return str(write_program(tmp_path, tmp_path_factory.getbasetemp(), "torch"))
+
+
+@pytest.mark.torch
+def test_all_reduce_measures_the_bandwidth_between_nodes(hosts: Hosts, forking_python: str) -> None:
+    hosts.configure(python=forking_python)
     report = hosts.check("--all-reduce", "--node", "gpu1", "--node", "gpu2", code=0)
     assert all(node["torch"]["version"] for node in report["nodes"])
     all_reduce = report["all_reduce"]
@@ -327,8 +335,9 @@ def test_all_reduce_measures_the_bandwidth_between_nodes(hosts: Hosts) -> None:
     assert alone["all_reduce"]["skipped"] == "at least two nodes must answer"
 
 
-def test_a_failed_all_reduce_names_the_node_that_failed_first(hosts: Hosts) -> None:
-    hosts.configure("gpu1", "gpu2", python=sys.executable, gpu2=", environment: {GLOO_DEVICE_TRANSPORT: nonsense}")
+@pytest.mark.torch
+def test_a_failed_all_reduce_names_the_node_that_failed_first(hosts: Hosts, forking_python: str) -> None:
+    hosts.configure("gpu1", "gpu2", python=forking_python, gpu2=", environment: {GLOO_DEVICE_TRANSPORT: nonsense}")
     report = hosts.check("--all-reduce", code=3)
     assert report["all_reduce"]["failed"]["node"] == "gpu2"
     assert errors(report)[0]["about"] == "all-reduce"

@@ -84,8 +84,9 @@ workflow:
 
 @pytest.mark.torch
 def test_a_workflow_of_three_stages_continues_from_a_checkpoint_after_a_failure(
-    lab: Lab, cli: Cli, s3: S3Server, tmp_path: Path
+    lab: Lab, cli: Cli, s3: S3Server, forking_site: str, tmp_path: Path
 ) -> None:
+    lab.configure(environment={"PYTHONPATH": forking_site})
     assert len(lab.servers) == 3
     bucket = s3.bucket("b")
     (cli.folder / "train.py").write_text(TRAIN)
