@@ -40,6 +40,7 @@ _SETTINGS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_prestart_worker_first_driver": "0",  # two idle workers, which no test uses
 }
 _CLI = "from ray.scripts.scripts import main; main()"
 _RUNNER = """\
