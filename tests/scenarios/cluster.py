@@ -15,7 +15,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["SPIN", "SPIN_ON_BOTH_NODES", "Cluster"]
+__all__ = ["SHORT", "SPIN", "SPIN_ON_BOTH_NODES", "Cluster"]
 
 SPIN = """
 workflow:
@@ -29,6 +29,16 @@ workflow:
 """
 SPIN_ON_BOTH_NODES = SPIN.replace("gpu: 2, cpu: 1", "cpu: 16")
 """A gang that needs both nodes of the cluster, so that other gangs wait."""
+
+
+SHORT = """
+workflow:
+  name: short
+  groups:
+  - name: g
+    tasks: [{name: only, lead: true, ranks: {size: 1}, command: ["true"]}]
+  resources: {default: {gpu: 1, cpu: 1}}
+"""
 
 
 class Cluster:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,35 @@ from distflow.testing.kernel import Network
 from distflow.testing.slurm import Slurm, missing_slurm
 from distflow.testing.sshd import make_key
 from distflow.testing.waiting import wait_until
-from scenarios.cluster import SPIN, Cluster
+from scenarios.cluster import SHORT, SPIN, SPIN_ON_BOTH_NODES, Cluster
 from scenarios.conftest import Cli
 
 COUNT = "i=0; while [ ! -e GO ]; do echo line $i; i=$((i+1)); sleep 0.2; done; echo late"
 """Shell commands of a task: print numbered lines until the file GO exists."""
 PHASES = ("requesting", "submitted", "queued", "granted", "preparing", "running", "stopping", "collecting")
+"""Phases of a gang in which its supervisor is killed."""
+GATED = ("requesting", "submitted", "preparing", "collecting")
+"""Phases in which a gang waits at a gate."""
+SIZE = 2_000_000
+WAIT = """#!/bin/sh
+wait_at() {
+  [ ! -e FOLDER/$1.closed ] || touch FOLDER/$1.reached
+  while [ -e FOLDER/$1.closed ]; do sleep 0.1; done
+}
+"""
+SBATCH = """wait_at requesting
+REAL/sbatch "$@"
+code=$?
+wait_at submitted
+exit $code
+"""
+SRUN = """case "$*" in
+*.receiver) { dd bs=64k count=8 status=none; wait_at preparing; cat; } | REAL/srun "$@" ;;
+*.sender) REAL/srun "$@" | { dd bs=64k count=8 status=none; wait_at collecting; cat; } ;;
+*) exec REAL/srun "$@" ;;
+esac
+"""
+"""Transfers of files wait after their first blocks."""
 
 
 def counting_spec(go: Path) -> str:
@@ -95,7 +119,7 @@ def test_a_job_that_exceeds_its_memory_ends_the_gang_as_evicted(strict_cluster: 
 
 @pytest.mark.ssh
 @pytest.mark.timeout(400)
-def test_a_login_node_that_is_cut_off_for_a_while_loses_nothing(
+def test_a_login_node_that_restarts_or_is_cut_off_for_a_while_loses_nothing(
     cli: Cli, slurm: Slurm, network: Network, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     commands = tmp_path_factory.mktemp("commands")
@@ -110,13 +134,21 @@ def test_a_login_node_that_is_cut_off_for_a_while_loses_nothing(
     cluster, go = Cluster(cli, slurm, login.sshd), cli.folder / "go"
     cluster.configure(ping="1s", connect_timeout="5s", node_lost_after="20s")
     first, job = cluster.start(counting_spec(go))
-    cluster.cli.await_log(first, "line 3")
+    login.sshd.restart()
+
+    def changes(word: str) -> int:
+        return cli.run("workflow", "events", first).out.count(word)
+
+    wait_until(lambda: changes("reachable again") >= 2, 60, "both nodes are reachable again")
+    cli.await_log(first, f"line {len(lines_of(cluster, first, 'master')) + 2}\n")
+    assert login.sshd.connections() <= 4
+    before = changes("unreachable:")
     login.cut()
     cut_at = time.monotonic()
     try:
         # One gang ends meanwhile, and another one is submitted.
-        second = cli.submit(cli.spec(SPIN.replace("sleep 600", "true"), "second.yaml"))
-        wait_until(lambda: "unreachable" in cli.run("workflow", "events", first).out, 90, "the nodes are unreachable")
+        second = cli.submit(cli.spec(SHORT, "second.yaml"))
+        wait_until(lambda: changes("unreachable:") > before, 90, "the nodes are unreachable")
         go.touch()
         wait_until(lambda: cli.query(second)["groups"][0]["message"], 60, "the reason for waiting is shown")
         wait_until(lambda: time.monotonic() > cut_at + 25, 30, "the cut is longer than node_lost_after")
@@ -131,16 +163,23 @@ def test_a_login_node_that_is_cut_off_for_a_while_loses_nothing(
 
 
 @pytest.mark.ssh
-def test_a_command_needs_one_connection_to_the_login_node_also_after_the_end_of_the_job(far_cluster: Cluster) -> None:
+def test_a_gang_behind_a_login_node_needs_one_connection_for_a_command_also_after_its_end(far_cluster: Cluster) -> None:
     cli, login = far_cluster.cli, far_cluster.login
     assert login is not None
 
     def logins() -> int:
         return login.log.read_text().count("Accepted publickey")
 
-    workflow, _ = far_cluster.start(
+    workflow, job = far_cluster.start(
         counting_spec(cli.folder / "go").replace("echo late", "echo late >{{output}}/word; echo late")
     )
+    nodes = {name: task["node_name"] for name, task in cli.tasks(workflow).items()}
+    assert nodes == {"master": f"n1@{job}", "worker": f"n2@{job}"}
+    assert re.search(r"\[master\] \d,\d on ", cli.await_log(workflow, " on "))
+    waiting = cli.submit(cli.spec(SPIN_ON_BOTH_NODES, "second.yaml"))
+    wait_until(lambda: len(far_cluster.jobs()) == 2, 30, "the second gang has a job")
+    assert cli.run("workflow", "cancel", waiting, "--wait", "60").code == 0
+    assert far_cluster.jobs() == [job]
     before = logins()
     done = cli.run("workflow", "exec", workflow, "--group", "train", "--entry", "echo there")
     assert (done.code, done.out.count("there"), logins() - before) == (0, 2, 1), done.err
@@ -157,137 +196,170 @@ def test_a_command_needs_one_connection_to_the_login_node_also_after_the_end_of_
 # -- the supervisor ---------------------------------------------------------------------------------------------------
 
 
-class InterruptedGang:
-    """A gang whose supervisor is killed in one phase."""
+class Gates:
+    """Commands of Slurm that wait in a phase of a gang while the phase's gate is closed."""
 
-    def __init__(self, cluster: Cluster, phase: str) -> None:
+    def __init__(self, cluster: Cluster) -> None:
+        """Put ``sbatch`` and ``srun`` into PATH. All gates are open."""
+        self._folder = cluster.cli.folder / "gates"
+        self._folder.mkdir()
+        for name, script in (("sbatch", SBATCH), ("srun", SRUN)):
+            program = self._folder / name
+            text = (WAIT + script).replace("FOLDER", str(self._folder)).replace("REAL", str(cluster.slurm.commands))
+            program.write_text(text)
+            program.chmod(0o755)
+        cluster.cli.environment["PATH"] = f"{self._folder}:{cluster.cli.environment['PATH']}"
+
+    def close(self, phase: str) -> None:
+        (self._folder / f"{phase}.closed").touch()
+
+    def open(self, phase: str) -> None:
+        (self._folder / f"{phase}.closed").unlink()
+
+    def is_reached(self, phase: str) -> bool:
+        """Return whether a command waits or has waited at the closed gate."""
+        return (self._folder / f"{phase}.reached").exists()
+
+
+class InterruptedGang:
+    """A gang that reaches one phase after another, and stays in each until ``leave``."""
+
+    def __init__(self, cluster: Cluster, gates: Gates, *phases: str) -> None:
+        """Submit it. ``phases`` are some of ``PHASES``, in this order."""
         self.cluster = cluster
         self.cli = cluster.cli
-        self.phase = phase
-        self.go = self.cli.folder / "go"
-        self.starts = self.cli.folder / "starts"
-        self.workflow = ""
+        self.name = phases[0]
+        self.go = self.cli.folder / f"{self.name}-go"
+        self.starts = self.cli.folder / f"{self.name}-starts"
+        self._gates = gates
         self._blocker = ""
-
-    def begin(self) -> None:
-        """Submit the gang, and return when it is in the phase."""
-        if self.phase in ("requesting", "submitted"):
-            self._delay_sbatch()
-        if self.phase == "queued":
+        if "queued" in phases:
             command = ("sbatch", "--parsable", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 600")
-            self._blocker = self.cluster.command(*command).strip()
+            self._blocker = cluster.command(*command).strip()
+        for phase in phases:
+            if phase in GATED:
+                gates.close(phase)
+        self.workflow = self.cli.submit(self.cli.spec(self._spec(phases), f"{self.name}.yaml"))
+
+    def _spec(self, phases: Sequence[str]) -> str:
         task = f"echo $DISTFLOW_TASK >>{self.starts}; trap : TERM; " + COUNT.replace("GO", str(self.go))
-        if self.phase == "collecting":
-            task = task.replace("echo late", "head -c 80000000 /dev/urandom >{{output}}/data; echo late")
-        spec = SPIN.replace("sleep 600", task)
-        if self.phase == "collecting":
-            spec = spec.replace("lead: true,", f"lead: true, outputs: [{{url: 'file://{self.cli.folder}/wanted'}}],")
-        if self.phase == "preparing":
-            (self.cli.folder / "large").write_bytes(os.urandom(30_000_000))
-            spec = spec.replace("lead: true,", f"lead: true, files: [{{path: /large, localpath: {self.cli.folder}/large}}],")
-        self.workflow = self.cli.submit(self.cli.spec(spec))
-        conditions: dict[str, Callable[[], object]] = {
-            "requesting": (self.cli.folder / "sbatch-before").exists,
-            "submitted": (self.cli.folder / "sbatch-after").exists,
-            "queued": self.cluster.jobs,
-            "granted": lambda: "RUNNING" in self.cluster.command("squeue", "-h", "-o", "%T"),
-        }
-        if self.phase in conditions:
-            wait_until(conditions[self.phase], 60, f"the gang is {self.phase}")
-            return
-        if self.phase == "preparing":  # commands would be too slow to see this phase
-            self.cli.await_record(self.workflow, lambda record: record.groups[0].tasks[0].status == "INITIALIZING", 60)
-            return
-        self.cli.await_running(self.workflow)
-        self.cli.await_log(self.workflow, "line 2")
-        if self.phase == "stopping":
+        lead = "lead: true,"
+        if "preparing" in phases:
+            (self.cli.folder / "large").write_bytes(os.urandom(SIZE))
+            lead += f" files: [{{path: /large, localpath: {self.cli.folder}/large}}],"
+        if "collecting" in phases:
+            task = task.replace("echo late", f"head -c {SIZE} /dev/urandom >{{{{output}}}}/data; echo late")
+            lead += f" outputs: [{{url: 'file://{self.cli.folder}/wanted'}}],"
+        return SPIN.replace("name: spin", f"name: {self.name}").replace("sleep 600", task).replace("lead: true,", lead)
+
+    def reach(self, phase: str) -> None:
+        """Return when the gang is in the phase."""
+        if phase == "queued":
+            wait_until(self._waits, 60, "the gang waits, with one job")
+        elif phase == "granted":
+            self.cli.await_record(self.workflow, lambda record: all(task.node for task in record.groups[0].tasks), 60)
+        elif phase == "running":
+            self.cli.await_running(self.workflow)
+            self.cli.await_log(self.workflow, "line 2")
+        elif phase == "stopping":
+            self.cli.await_log(self.workflow, f"line {len(lines_of(self.cluster, self.workflow, 'master')) + 2}\n")
             self.cli.run("workflow", "cancel", self.workflow)
             wait_until(lambda: "STOPPING" in str(self.cli.query(self.workflow)), 30, "the gang is stopping")
-        if self.phase == "collecting":
-            self.go.touch()
-            blobs = self.cli.state / "blobs"
-            wait_until(lambda: any(path.name.startswith(".") or path.suffix for path in blobs.rglob("*")), 60, "collecting")
+        else:
+            if phase == "collecting":
+                self.cli.await_running(self.workflow)
+                self.go.touch()
+            self.cli.await_record(self.workflow, lambda _: self._gates.is_reached(phase), 60)
 
-    def remove_obstacle(self) -> None:
-        """Remove the obstacle that keeps the gang in its phase."""
-        (self.cli.folder / "sbatch-go").touch()
-        if self._blocker:
+    def _waits(self) -> bool:
+        message = self.cli.query(self.workflow)["groups"][0]["message"]
+        return "Resources" in message and len(self.cluster.jobs()) == 1
+
+    def leave(self, phase: str) -> None:
+        """Remove the obstacle that keeps the gang in the phase."""
+        if phase in GATED:
+            self._gates.open(phase)
+        if phase == "queued":
             self.cluster.command("scancel", self._blocker)
 
-    def _delay_sbatch(self) -> None:
-        """Let ``sbatch`` wait, before or after it submits the job."""
-        folder, commands = self.cli.folder, self.cli.folder / "bin"
-        commands.mkdir()
-        wait = f"while [ ! -e {folder}/sbatch-go ]; do sleep 0.1; done"
-        before, after = (f"touch {folder}/sbatch-{when}; {wait}" for when in ("before", "after"))
-        script = f'{self.cluster.slurm.commands}/sbatch "$@"; code=$?'
-        text = f"{before}; {script}" if self.phase == "requesting" else f"{script}; {after}"
-        (commands / "sbatch").write_text(f"#!/bin/sh\n{text}; exit $code\n")
-        (commands / "sbatch").chmod(0o755)
-        self.cli.environment["PATH"] = f"{commands}:{self.cli.environment['PATH']}"
 
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_another_supervisor_continues_in_every_phase(cluster: Cluster, phase: str) -> None:
+@pytest.mark.parametrize(
+    "phases",
+    [("requesting", "queued", "preparing", "running", "stopping"), ("submitted", "granted", "collecting")],
+    ids=["until-cancel", "until-completion"],
+)
+def test_another_supervisor_continues_in_every_phase(cluster: Cluster, phases: tuple[str, ...]) -> None:
     cluster.configure(stop_grace="1s")
-    cli, gang = cluster.cli, InterruptedGang(cluster, phase)
-    gang.begin()
-    cli.kill_supervisor()
-    gang.remove_obstacle()
-    if phase == "stopping":
-        assert cli.await_status(gang.workflow, "FAILED_CANCELED", timeout=90)
-    else:
-        if phase != "collecting":
-            cli.await_running(gang.workflow)
-            cli.await_log(gang.workflow, "line 2")
-            gang.go.touch()
-        assert cli.await_status(gang.workflow, "COMPLETED", "FAILED", timeout=90)["status"] == "COMPLETED"
-        for task in ("master", "worker"):
-            assert_complete(lines_of(cluster, gang.workflow, task))
+    cli, gang, jobs = cluster.cli, InterruptedGang(cluster, Gates(cluster), *phases), set()
+    for phase in phases:
+        gang.reach(phase)
+        cli.kill_supervisor()
+        if phase != "requesting":
+            jobs |= set(cluster.jobs())
+        gang.leave(phase)
+    answer = cli.await_status(gang.workflow, "COMPLETED", "FAILED", "FAILED_CANCELED", timeout=90)
+    assert answer["status"] == ("FAILED_CANCELED" if "stopping" in phases else "COMPLETED")
+    assert {cluster.job_of(gang.workflow)} == jobs, "the gang has one job"
+    for task in ("master", "worker"):
+        lines = lines_of(cluster, gang.workflow, task)
+        assert_complete(lines if "collecting" in phases else [*lines, "late"])
     assert sorted(gang.starts.read_text().split()) == ["master", "worker"], "each task started once"
-    if phase == "collecting":
+    if "collecting" in phases:
         wait_until((cli.folder / "wanted" / "data").exists, 60, "the output has arrived")
-        assert (cli.folder / "wanted" / "data").stat().st_size == 80_000_000
+        assert (cli.folder / "wanted" / "data").stat().st_size == SIZE
     cluster.await_no_jobs()
 
 
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("running", "collecting")])
-def test_a_job_without_a_supervisor_ends_before_the_start_and_while_stopping(cluster: Cluster, phase: str) -> None:
-    cluster.configure(slurm={"idle_release": "2s"}, start_barrier="10s", stop_grace="1s")
-    gang = InterruptedGang(cluster, phase)
-    gang.begin()
-    cluster.cli.kill_supervisor()
-    gang.remove_obstacle()
-    if phase in ("requesting", "submitted"):
-        wait_until(cluster.jobs, 30, "the job was submitted")
+def test_jobs_without_a_supervisor_end_in_every_phase(cluster: Cluster) -> None:
+    cluster.configure(slurm={"idle_release": "10s"}, start_barrier="10s", stop_grace="1s")
+    cli, gates = cluster.cli, Gates(cluster)
+    running, stopping, preparing = (InterruptedGang(cluster, gates, phase) for phase in ("running", "stopping", "preparing"))
+    running.reach("running")
+    stopping.reach("running")
+    preparing.reach("preparing")
+    requesting = InterruptedGang(cluster, gates, "requesting")
+    requesting.reach("requesting")
+    marker = f"distflow:{cli.query(requesting.workflow)['uuid']}/"
+    stopping.reach("stopping")
+    cli.kill_supervisor()
+    preparing.leave("preparing")
+    requesting.leave("requesting")
+    running.go.touch()
+    wait_until(lambda: marker in cluster.command("squeue", "-h", "-t", "all", "-o", "%k"), 30, "the last job was submitted")
     cluster.await_no_jobs()
-    assert not gang.starts.exists() or phase == "stopping"
-    cluster.cli.run("workflow", "cancel", gang.workflow, "--wait", "60")
+    assert not preparing.starts.exists()
+    assert not requesting.starts.exists()
+    # The next command starts a supervisor, which finds the exit codes and the output on the login node.
+    cli.run("workflow", "cancel", *(gang.workflow for gang in (stopping, preparing, requesting)), "--wait", "60")
+    assert cli.await_status(running.workflow, "COMPLETED", "FAILED", "FAILED_BACKEND_ERROR")["status"] == "COMPLETED"
+    for task in ("master", "worker"):
+        assert_complete(lines_of(cluster, running.workflow, task))
     cluster.await_no_jobs()
 
 
-def test_a_lost_state_directory_is_rebuilt_from_the_jobs(any_cluster: Cluster) -> None:
-    cli, go = any_cluster.cli, any_cluster.cli.folder / "go"
-    workflow, job = any_cluster.start(counting_spec(go))
-    tasks = cli.await_running(workflow)
-    second = cli.submit(cli.spec(counting_spec(go).replace("name: spin", "name: other"), "second.yaml"))
-    others = cli.await_running(second)
+@pytest.mark.ssh
+def test_a_lost_state_directory_is_rebuilt_from_the_jobs(far_cluster: Cluster) -> None:
+    cli, go = far_cluster.cli, far_cluster.cli.folder / "go"
+    workflow, job = far_cluster.start(counting_spec(go))
+    short = SHORT.replace('["true"]', f"[sh, -c, '{COUNT.replace('GO', str(go))}']")
+    second = cli.submit(cli.spec(short, "second.yaml"))
+    before = {name: cli.await_running(name) for name in (workflow, second)}
     cli.await_log(second, "line 2")
     cli.kill_supervisor()
     shutil.rmtree(cli.state)
     done = cli.run("workflow", "adopt")
-    assert (done.code, sorted(done.out.splitlines()[::2])) == (0, ["other-1: adopted", "spin-1: adopted"]), done.out + done.err
-    for name, before in ((workflow, tasks), (second, others)):
+    assert (done.code, sorted(done.out.splitlines()[::2])) == (0, ["short-1: adopted", "spin-1: adopted"]), done.out + done.err
+    for name, tasks in before.items():
         adopted = cli.await_running(name)
         assert {task: (one["node_name"], one["pid"]) for task, one in adopted.items()} == {
-            task: (one["node_name"], one["pid"]) for task, one in before.items()
+            task: (one["node_name"], one["pid"]) for task, one in tasks.items()
         }
-    assert len(any_cluster.jobs()) == 2
+    assert len(far_cluster.jobs()) == 2
     assert cli.run("workflow", "adopt").out == "Nothing to adopt: the store has every workflow that the nodes reported.\n"
     go.touch()
-    for name in (workflow, second):
+    for name, tasks in before.items():
         assert cli.await_status(name, "COMPLETED", "FAILED", timeout=90)["status"] == "COMPLETED"
-        for task in ("master", "worker"):
-            assert_complete(lines_of(any_cluster, name, task))
-    assert any_cluster.job_of(workflow) == job
-    any_cluster.await_no_jobs()
+        for task in tasks:
+            assert_complete(lines_of(far_cluster, name, task))
+    assert far_cluster.job_of(workflow) == job
+    far_cluster.await_no_jobs()

@@ -16,7 +16,7 @@ from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 
-GANGS = 100
+GANGS = 40
 _COUNTING = """#!/bin/sh
 date +%s >>{log}
 exec {squeue} "$@"
@@ -39,7 +39,7 @@ class NoLogs:
 
 @pytest.mark.ssh
 @pytest.mark.timeout(300)
-def test_a_hundred_waiting_gangs_need_few_queries_and_connections(slurm: Slurm, tmp_path: Path) -> None:
+def test_many_waiting_gangs_need_few_queries_and_connections(slurm: Slurm, tmp_path: Path) -> None:
     if why := missing_sshd():
         pytest.skip(why)
     log, counting = tmp_path / "queries", tmp_path / "bin"
