@@ -27,10 +27,14 @@ class Done:
     err: str
 
 
-def run_command(base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float) -> Done:
+def run_command(
+    base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float, stdin: str = ""
+) -> Done:
     """Run ``distflow ARGUMENTS`` until it ends. ``base`` is pytest's base directory. Raises ``subprocess.TimeoutExpired``."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = start_command(base, arguments, environment, folder, out.fileno(), err.fileno())
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = start_command(base, arguments, environment, folder, out.fileno(), err.fileno(), given.fileno())
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -41,11 +45,11 @@ def run_command(base: Path, arguments: tuple[str, ...], environment: dict[str, s
 
 
 def start_command(
-    base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, stdout: int, stderr: int
+    base: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, stdout: int, stderr: int, stdin: int = -1
 ) -> Preloaded:
-    """Start ``distflow ARGUMENTS`` without input."""
-    with open(os.devnull, "rb") as stdin:
-        streams = stdin.fileno(), stdout, stderr
+    """Start ``distflow ARGUMENTS``, by default without input."""
+    with open(os.devnull, "rb") as empty:
+        streams = empty.fileno() if stdin == -1 else stdin, stdout, stderr
         return start_preloaded(base, ["-m", "distflow", *arguments], folder, environment, *streams, kind="distflow")
 
 

@@ -29,7 +29,7 @@ from distflow.testing.s3 import S3Server
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
-from preloaded import Preloaded, write_program
+from preloaded import Preloaded, write_program, write_site
 from scenarios.cluster import Cluster
 from scenarios.commands import Done, run_command, start_command
 from scenarios.kubernetes_pool import KubernetesPool
@@ -39,8 +39,8 @@ from scenarios.raypool import RayPool
 __all__ = ["Cli", "Done"]
 
 _POOL = pytest.StashKey[KubernetesPool]()
-_COMMAND_EVERY_S = 3.0
-"""Seconds between two commands while a test waits for a status."""
+_COMMAND_EVERY_S = 5.0
+"""Seconds between two commands while a test waits and no file changes."""
 
 
 class Cli:
@@ -82,10 +82,10 @@ class Cli:
         (self.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")
 
-    def run(self, *arguments: str, timeout: float = 240.0, cwd: Path | None = None) -> Done:
+    def run(self, *arguments: str, timeout: float = 240.0, cwd: Path | None = None, stdin: str = "") -> Done:
         """Run one command until it ends. On a timeout, fail with its output and with the events and logs of all workflows."""
         try:
-            return run_command(self._base, arguments, self.environment, cwd or self.folder, timeout)
+            return run_command(self._base, arguments, self.environment, cwd or self.folder, timeout, stdin)
         except subprocess.TimeoutExpired as error:
             output = b"\n".join(filter(None, (error.stdout, error.stderr))).decode()
             raise AssertionError(f"{error}\n{output}\n{self._reports()}") from None
@@ -149,15 +149,18 @@ class Cli:
     def await_record(self, workflow: str, condition: Callable[[WorkflowRecord], bool], timeout: float) -> None:
         """Wait until the stored record of a workflow fulfills a condition.
 
-        Reading the store takes a tenth of the time of a command. Every 3 s, a command starts a supervisor if none runs.
+        The record is read when a file has changed. Every 5 s, a command starts a supervisor if none runs.
         """
-        commanded_at = -math.inf
+        commanded_at, have_changed = -math.inf, self._watch_files()
 
         def is_fulfilled() -> bool:
             nonlocal commanded_at
-            if time.monotonic() > commanded_at + _COMMAND_EVERY_S:
+            is_due = time.monotonic() > commanded_at + _COMMAND_EVERY_S
+            if is_due:
                 self.query(workflow)
                 commanded_at = time.monotonic()
+            if not (have_changed() or is_due):
+                return False
             with Store(StateDirectory(self.state).store) as store:
                 return condition(store.find(workflow))
 
@@ -170,8 +173,51 @@ class Cli:
 
     def await_log(self, workflow: str, text: str, timeout: float = 120.0) -> str:
         """Wait until the logs contain a text, and return them."""
-        wait_until(lambda: text in self.logs(workflow), timeout)
-        return self.logs(workflow)
+        return self.await_output(lambda logs: text in logs, "workflow", "logs", workflow, timeout=timeout)
+
+    def await_output(self, is_expected: Callable[[str], bool], *arguments: str, timeout: float = 60.0) -> str:
+        """Run a command until its output is as expected, and return the output.
+
+        The command runs again when a file of the store or the logs has changed, and every 5 s.
+        """
+        output, ran_at, have_changed = "", -math.inf, self._watch_files()
+
+        def is_shown() -> bool:
+            nonlocal output, ran_at
+            if not have_changed() and time.monotonic() < ran_at + _COMMAND_EVERY_S:
+                return False
+            done = self.run(*arguments)
+            assert done.code == 0, done.err
+            output, ran_at = done.out, time.monotonic()
+            return is_expected(output)
+
+        try:
+            wait_until(is_shown, timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {' '.join(arguments)} prints\n{output}") from None
+        return output
+
+    def _watch_files(self) -> Callable[[], bool]:
+        """Return a function that returns whether the store or the logs have changed since its last call.
+
+        It takes 0.1 ms, and a command takes at least 30 ms.
+        """
+        seen: list[tuple[str, int, int]] | None = None
+
+        def have_changed() -> bool:
+            nonlocal seen
+            store = StateDirectory(self.state).store
+            paths = [str(store), f"{store}-wal"]
+            for folder, _, names in os.walk(self.state / "logs"):
+                paths += [os.path.join(folder, name) for name in names]
+            before, seen = seen, []
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    status = os.stat(path)
+                    seen.append((path, status.st_size, status.st_mtime_ns))
+            return seen != before
+
+        return have_changed
 
     def logs(self, workflow: str, *arguments: str) -> str:
         """Return the tasks' output."""
@@ -242,6 +288,13 @@ def cli(
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert not remaining, remaining
+
+
+@pytest.fixture
+def forking_rsync(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fork the remote shell of each rsync. A new interpreter would need 0.4 s to import distflow."""
+    site = write_site(cli.folder, tmp_path_factory.getbasetemp(), "distflow.client.rsync.shell")
+    cli.environment["PYTHONPATH"] = str(site)
 
 
 @pytest.fixture

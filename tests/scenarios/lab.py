@@ -16,7 +16,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["GANG", "TORCHRUN", "TRAINING", "Lab", "copy_specs", "json_lines", "largest_file_size", "run_pipeline", "train"]
+__all__ = ["GANG", "TORCHRUN", "Lab", "copy_specs", "json_lines", "largest_file_size", "run_pipeline", "train"]
 
 GANG = """
 workflow:
@@ -50,8 +50,6 @@ workflow:
       files: [{path: train.py, contents: "print('never')"}]
 """
 """A task that torchrun starts."""
-TRAINING = ("pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun")
-"""The specs of ``workflow_specs/`` that train a model. Each runs on every backend."""
 
 
 class Lab:
@@ -100,26 +98,18 @@ class Lab:
 
     def await_message(self, workflow: str, *texts: str, timeout: float = 60.0) -> str:
         """Wait until the output of ``query`` contains all ``texts``, and return it."""
-        shown = [""]
-
-        def is_shown() -> bool:
-            shown[0] = self.cli.run("workflow", "query", workflow).out
-            return all(text in shown[0] for text in texts)
-
-        try:
-            wait_until(is_shown, timeout)
-        except TimeoutError:
-            raise AssertionError(f"{texts} are not in\n{shown[0]}") from None
-        return shown[0]
+        return self.cli.await_output(
+            lambda shown: all(text in shown for text in texts), "workflow", "query", workflow, timeout=timeout
+        )
 
     def await_logs(self, workflow: str, text: str, count: int, timeout: float = 60.0) -> None:
         """Wait until the logs contain a text ``count`` times."""
-        wait_until(lambda: self.cli.logs(workflow).count(text) >= count, timeout, text)
+        self.cli.await_output(lambda logs: logs.count(text) >= count, "workflow", "logs", workflow, timeout=timeout)
 
     def await_abandoned_attempt_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
         """Wait until a task's abandoned attempt on a lost node has been stopped."""
         text = f"[{task}] the abandoned attempt on"
-        wait_until(lambda: text in self.cli.run("workflow", "events", workflow).out, timeout, text)
+        self.cli.await_output(lambda events: text in events, "workflow", "events", workflow, timeout=timeout)
 
     def await_no_processes(self, timeout: float = 60.0) -> None:
         """Wait until no process of this distflow is left on any host."""

@@ -46,9 +46,11 @@ def engine(request: pytest.FixtureRequest, cli: Cli, tmp_path_factory: pytest.Te
         assert running.containers() == []
 
 
-def spec(cli: Cli, tasks: str, name: str = "boxed") -> str:
-    text = f"workflow:\n  name: {name}\n  groups:\n  - name: g\n    tasks:\n"
-    return cli.spec(text + tasks.replace("IMAGE", IMAGE).replace("MOUNTS", MOUNTS), f"{name}.yaml")
+def spec(cli: Cli, tasks: str, *, is_gang: bool = True) -> str:
+    """Write a workflow of one group, or of one group for each task."""
+    group = "  groups:\n  - name: g\n    tasks:\n" if is_gang else "  tasks:\n"
+    text = f"workflow:\n  name: boxed\n{group}"
+    return cli.spec(text + tasks.replace("IMAGE", IMAGE).replace("MOUNTS", MOUNTS))
 
 
 CREDENTIALS = """
@@ -100,7 +102,7 @@ def test_two_containers_train_as_one_world(cli: Cli, engine: ContainerEngine, fo
         "environment:\n", f"environment:\n        PYTHONPATH: {forking_site}\n"
     )
     (specs / "boxed.yaml").write_text(text)
-    done = cli.run("workflow", "submit", str(specs / "boxed.yaml"), "--wait", timeout=300)
+    done = cli.run("workflow", "submit", str(specs / "boxed.yaml"), "--wait", "--set", "epochs=2", timeout=300)
     assert done.code == 0, done.out + done.err
     assert {task["status"] for task in cli.tasks("pytorch-dist-1").values()} == {"COMPLETED"}
 
@@ -132,16 +134,18 @@ def test_memory_usage_includes_the_processes_in_the_container(cli: Cli, engine: 
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
 
 
-@pytest.mark.parametrize("obeys", [True, False])
-def test_a_cancel_ends_all_processes_in_the_container(cli: Cli, engine: ContainerEngine, obeys: bool) -> None:
-    trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"
-    command = json.dumps(f"{trap}; echo up; setsid sleep {UNIQUE_SECONDS} & while :; do sleep 0.2; done")
-    ident = cli.submit(spec(cli, ONE.replace("COMMAND", command)))
-    cli.await_log(ident, "up")
-    assert len(engine.containers()) == 1
+def test_a_cancel_ends_all_processes_in_the_containers(cli: Cli, engine: ContainerEngine) -> None:
+    tasks = ""
+    for name, trap in (("obeys", "trap 'echo got TERM; exit 0' TERM"), ("ignores", "trap '' TERM")):
+        command = json.dumps(f"{trap}; echo up; setsid sleep {UNIQUE_SECONDS} & while :; do sleep 0.2; done")
+        tasks += ONE.replace("one", name).replace("COMMAND", command)
+    ident = cli.submit(spec(cli, tasks, is_gang=False))
+    for name in ("obeys", "ignores"):
+        cli.await_log(ident, f"[{name}] up")
+    assert len(engine.containers()) == 2
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
-    assert cli.tasks(ident)["one"]["status"] == "FAILED_CANCELED"
-    assert ("got TERM" in cli.logs(ident)) == obeys
+    assert [task["status"] for task in cli.tasks(ident).values()] == ["FAILED_CANCELED"] * 2
+    assert [line for line in cli.logs(ident).splitlines() if "TERM" in line] == ["[obeys] got TERM"]
     assert engine.containers() == []
     assert not _is_running(f"sleep\0{UNIQUE_SECONDS}\0")
 
@@ -163,56 +167,50 @@ def test_an_orphan_container_is_reaped(cli: Cli, engine: ContainerEngine) -> Non
     cli.await_status(ident, "FAILED_SERVER_ERROR")
 
 
-@pytest.mark.parametrize("victim", ["client", "keeper", "runner"])
-def test_no_container_remains_when_one_of_its_processes_is_killed(cli: Cli, engine: ContainerEngine, victim: str) -> None:
-    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {UNIQUE_SECONDS}")))
-    cli.await_log(ident, "up")
-    state = json.loads((cli.root / cli.query(ident)["uuid"] / "g" / "one" / "0" / "runner.json").read_text())
-    pid = state["command" if victim == "client" else victim]["pid"]
-    os.kill(pid, signal.SIGKILL)
+def test_no_container_remains_when_one_of_its_processes_is_killed(cli: Cli, engine: ContainerEngine) -> None:
+    victims = ("client", "keeper", "runner")
+    tasks = "".join(ONE.replace("one", name) for name in victims).replace("COMMAND", f"echo up; exec sleep {UNIQUE_SECONDS}")
+    ident = cli.submit(spec(cli, tasks, is_gang=False))
+    for name in victims:
+        cli.await_log(ident, f"[{name}] up")
+    uuid = cli.query(ident)["uuid"]
+    for remaining, victim in zip((2, 1, 0), victims, strict=True):
+        state = json.loads((cli.root / uuid / f"{victim}-group" / victim / "0" / "runner.json").read_text())
+        os.kill(state["command" if victim == "client" else victim]["pid"], signal.SIGKILL)
+        wait_until(lambda count=remaining: len(engine.containers()) == count, 60, victim)  # type: ignore[misc]
     cli.await_status(ident, "FAILED", "FAILED_SERVER_ERROR")
-    wait_until(lambda: engine.containers() == [], 60, "no container is left")
+    assert {task["status"] for task in cli.tasks(ident).values()} <= {"FAILED", "FAILED_SERVER_ERROR"}
     assert not _is_running(f"sleep\0{UNIQUE_SECONDS}\0")
 
 
-def test_an_image_that_cannot_be_pulled_is_named(cli: Cli, engine: ContainerEngine) -> None:
-    missing = ONE.replace("IMAGE", "127.0.0.1:9/missing/nothing:1").replace("COMMAND", "echo never")
-    done = cli.run("workflow", "submit", spec(cli, missing), "--wait")
-    assert done.code == 1
-    task = cli.tasks("boxed-1")["one"]
-    assert (task["status"], task["exit_code"]) == ("FAILED_IMAGE_PULL", 302)
-    assert "cannot pull the image `127.0.0.1:9/missing/nothing:1`: " in task["failure_message"]
+def test_an_image_that_cannot_be_pulled_and_a_missing_directory_of_volume_mounts_are_named(
+    cli: Cli, engine: ContainerEngine
+) -> None:
+    image = ONE.replace("one", "image").replace("IMAGE", "127.0.0.1:9/missing/nothing:1")
+    mount = ONE.replace("one", "mount").replace("MOUNTS", "[/usr, '/no/such/place:/data']")
+    path = spec(cli, (image + mount).replace("COMMAND", "echo never"), is_gang=False)
+    assert cli.run("workflow", "submit", path, "--wait").code == 1
+    tasks = cli.tasks("boxed-1")
+    assert (tasks["image"]["status"], tasks["image"]["exit_code"]) == ("FAILED_IMAGE_PULL", 302)
+    assert "cannot pull the image `127.0.0.1:9/missing/nothing:1`: " in tasks["image"]["failure_message"]
+    assert tasks["mount"]["status"] == "FAILED_START_ERROR"
+    assert "`volumeMounts`: `/no/such/place` does not exist on this node" in tasks["mount"]["failure_message"]
 
 
-def test_a_missing_directory_in_volume_mounts_is_named(cli: Cli, engine: ContainerEngine) -> None:
-    wrong = ONE.replace("MOUNTS", "[/usr, '/no/such/place:/data']").replace("COMMAND", "echo never")
-    assert cli.run("workflow", "submit", spec(cli, wrong), "--wait").code == 1
-    task = cli.tasks("boxed-1")["one"]
-    assert task["status"] == "FAILED_START_ERROR"
-    assert "`volumeMounts`: `/no/such/place` does not exist on this node" in task["failure_message"]
-
-
-def test_exec_runs_in_the_container(cli: Cli, engine: ContainerEngine) -> None:
-    ident = cli.submit(spec(cli, ONE.replace("COMMAND", "echo inside > /tmp/where; echo up; exec sleep 985")))
-    cli.await_log(ident, "up")
-    done = cli.run("workflow", "exec", ident, "one", "--entry", "sh -c 'cat /tmp/where; echo $DISTFLOW_TASK; pwd; exit 4'")
-    assert done.code == 4, done.err
-    assert done.out.splitlines()[:2] == ["inside", "one"]
-    assert done.out.splitlines()[2].endswith("/one/0/work")
-    assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
-
-
-def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: ContainerEngine) -> None:
+def test_credentials_exec_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: ContainerEngine) -> None:
     (cli.folder / "value").write_text("canary-5ecret\n")
     for name in ("wandb", "deploy"):
         assert cli.run("credential", "set", name, "--payload-file", "key=value").code == 0
-    script = (
-        "echo $TOKEN; rev < /run/secrets/deploy/key; echo; echo up; until test -e given/go; do sleep 0.2; done; cat given/go"
-    )
+    script = "echo $TOKEN; rev < /run/secrets/deploy/key; echo; echo inside > /tmp/where; echo up; "
+    script += "until test -e given/go; do sleep 0.2; done; cat given/go"
     tasks = ONE.replace("COMMAND", script).replace("\n      volumeMounts", CREDENTIALS)
     workflow = cli.submit(spec(cli, tasks))
     log = cli.await_log(workflow, "up")
     assert log == "[one] ********\n[one] terce5-yranac\n[one] up\n"
+    done = cli.run("workflow", "exec", workflow, "one", "--entry", "sh -c 'cat /tmp/where; echo $DISTFLOW_TASK; pwd; exit 4'")
+    assert done.code == 4, done.err
+    assert done.out.splitlines()[:2] == ["inside", "one"]
+    assert done.out.splitlines()[2].endswith("/one/0/work")
     if shutil.which("rsync") is None:
         assert cli.run("workflow", "exec", workflow, "one", "--entry", "sh -c 'mkdir given; echo copied > given/go'").code == 0
     else:
@@ -243,7 +241,7 @@ def _is_running(command: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("user", ["somebody", ""])
+@pytest.mark.parametrize(("engine", "user"), [("podman", "somebody"), ("docker", "")], indirect=["engine"])
 def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine: ContainerEngine, user: str) -> None:
     with Registry(user or "$oauthtoken", "canary-pa55word", skeleton()) as registry:
         registries = cli.folder / "registries.conf"

@@ -19,7 +19,7 @@ from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
 LARGE = 3_000_000
-GANG = """
+DIRECT = """
 workflow:
   name: direct
   groups:
@@ -28,11 +28,18 @@ workflow:
     - name: one
       lead: true
       ranks: {size: 1}
-      command: [sh, -c, 'mkdir {{output}}/m; head -c 3000000 /dev/urandom > {{output}}/m/one.pt; echo x > {{output}}/log']
+      inputs: [{url: "s3://b/in", regex: 'm/'}, {dataset: {name: words}}]
+      command:
+      - sh
+      - -c
+      - |
+        wc -c < {{input:0}}/m/a.pt; cat {{input:1}}/words/w
+        mkdir {{output}}/m; head -c 3000000 /dev/urandom > {{output}}/m/one.pt; echo x > {{output}}/log
       outputs: [{url: "s3://b/runs/{{workflow_id}}", regex: 'm/'}]
     - name: two
       ranks: {size: 1}
-      command: [sh, -c, 'echo 2 > {{output}}/two.pt']
+      inputs: [{url: "s3://b/in"}]
+      command: [sh, -c, 'ls {{input:0}}; echo 2 > {{output}}/two.pt']
       outputs: [{url: "s3://b/runs/{{workflow_id}}"}]
 """
 ONE = """
@@ -61,14 +68,13 @@ workflow:
     - name: one
       lead: true
       ranks: {size: 1}
-      inputs: [{url: "s3://b/in", regex: 'm/'}, {dataset: {name: words}}]
-      command: [sh, -c, 'cd {{input:0}} && wc -c < m/a.pt; cat {{input:1}}/words/w']
+      inputs: [{url: "s3://b/in", regex: 'm/'}]
+      command: [sh, -c, 'wc -c < {{input:0}}/m/a.pt']
     - name: two
       ranks: {size: 1}
       inputs: [{url: "s3://b/in"}]
       command: [sh, -c, 'ls {{input:0}}']
 """
-WITHOUT_DATASET = TAKES.replace(", {dataset: {name: words}}", "").replace("; cat {{input:1}}/words/w", "")
 
 
 def _bare_python(folder: Path) -> str:
@@ -97,17 +103,40 @@ def _events(cli: Cli, ident: str) -> str:
     return cli.run("workflow", "events", ident).out
 
 
-@pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_outputs_go_directly_to_the_store(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
+def _write_inputs(cli: Cli, s3: S3Server, size: int = LARGE, *, dataset: bool = False) -> None:
+    """Write a large and a small file below ``s3://b/in``, and upload a dataset if it is needed."""
     bucket = s3.bucket("b")
+    (bucket / "in" / "m").mkdir(parents=True)
+    (bucket / "in" / "m" / "a.pt").write_bytes(os.urandom(size))
+    (bucket / "in" / "log").write_bytes(b"x")
+    if dataset:
+        config = Path(cli.environment["DISTFLOW_CONFIG"])
+        config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "datasets": "s3://b/sets"}))
+        (cli.folder / "w").write_text("hello\n")
+        assert cli.run("dataset", "upload", "words", str(cli.folder / "w")).code == 0
+
+
+def _run_direct(cli: Cli, s3: S3Server) -> str:
+    """Run ``DIRECT``, check its inputs and outputs, and return its events."""
+    _write_inputs(cli, s3, dataset=True)
+    done = cli.run("workflow", "submit", cli.spec(DIRECT), "--wait")
+    assert done.code == 0, done.err
+    assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("direct-1").splitlines())
+    written = s3.data / "b" / "runs"
+    assert {str(path.relative_to(written)): path.stat().st_size for path in written.rglob("*") if path.is_file()} == {
+        "direct-1/m/one.pt": LARGE, "direct-1/two.pt": 2,
+    }  # fmt: skip
+    return _events(cli, "direct-1")
+
+
+@pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def test_nodes_transfer_inputs_and_outputs_directly(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
     if where == "lab":
         request.getfixturevalue("lab")
-    done = cli.run("workflow", "submit", cli.spec(GANG), "--wait")
-    assert done.code == 0, done.err
-    assert {str(path.relative_to(bucket)): path.stat().st_size for path in bucket.rglob("*") if path.is_file()} == {
-        "runs/direct-1/m/one.pt": LARGE, "runs/direct-1/two.pt": 2,
-    }  # fmt: skip
-    events = _events(cli, "direct-1")
+    events = _run_direct(cli, s3)
+    assert "[one] its input is fetched by its node: s3://b/in: 1 file, 2.9 MiB" in events
+    assert "[one] its input is fetched by its node: dataset words:1: 1 file, 6 B" in events
+    assert "[two] its input is fetched by its node: s3://b/in: 2 files, 2.9 MiB" in events
     assert "[one] its output is at s3://b/runs/direct-1: 1 file, 2.9 MiB" in events
     assert "[two] its output is at s3://b/runs/direct-1: 1 file, 2 B" in events
     assert "its output was copied to this machine" not in events
@@ -116,26 +145,27 @@ def test_outputs_go_directly_to_the_store(where: str, cli: Cli, s3: S3Server, re
 
 
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_outputs_of_a_node_without_s3fs_are_relayed_and_the_remedy_is_shown(
+def test_inputs_and_outputs_of_a_node_without_s3fs_are_relayed_and_the_remedy_is_shown(
     where: str, cli: Cli, s3: S3Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    bucket, python = s3.bucket("b"), _bare_python(tmp_path)
+    python = _bare_python(tmp_path)
     if where == "lab":
         lab: Lab = request.getfixturevalue("lab")
         lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": python}})
     else:
         cli.configure(python=python)
-    done = cli.run("workflow", "submit", cli.spec(GANG), "--wait")
-    assert done.code == 0, done.err
-    assert (bucket / "runs" / "direct-1" / "m" / "one.pt").stat().st_size == LARGE
-    events = _events(cli, "direct-1")
-    for name, task in cli.tasks("direct-1").items():
-        is_bare = task["node_name"] in ("gpu2", "local")
-        words = f"[{name}] its output goes to s3://b/runs/direct-1 through this machine: {task['node_name']}: {python} has no"
+    events = _run_direct(cli, s3)
+    nodes = {name: task["node_name"] for name, task in cli.tasks("direct-1").items()}
+    for name, node in nodes.items():
+        is_bare = node in ("gpu2", "local")
+        words = f"[{name}] its output goes to s3://b/runs/direct-1 through this machine: {node}: {python} has no"
         assert events.count(words) == is_bare, events
         assert (f"[{name}] its output was copied to this machine" in events) == is_bare
         assert f"[{name}] its output is at s3://b/runs/direct-1: 1 file" in events
-    assert f"has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
+    (bare,) = {node for node in nodes.values() if node in ("gpu2", "local")}
+    remedy = f"{bare}: {python} has no s3fs (for direct transfers: {python} -m pip install s3fs)"
+    assert f"its output goes to s3://b/runs/direct-1 through this machine: {remedy}" in events
+    assert f"its input comes from s3://b/in through this machine: {remedy}" in events
 
 
 def test_uploads_with_credentials_in_files_are_relayed(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
@@ -199,10 +229,12 @@ def _await_upload(cli: Cli, s3: S3Server, ident: str) -> None:
     assert _packed(cli) == []
 
 
-def test_a_killed_upload_is_started_again(cli: Cli, s3: S3Server) -> None:
+def test_a_killed_upload_is_started_again_and_the_next_supervisor_continues_it(cli: Cli, s3: S3Server) -> None:
     ident, pid = _start_upload(cli, s3)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: set(_transfer_pids(cli)) - {pid}, 60)
+    again = wait_until(lambda: set(_transfer_pids(cli)) - {pid}, 60)
+    cli.kill_supervisor()
+    wait_until(lambda: not again & set(_transfer_pids(cli)), 30)
     s3.thaw()
     _await_upload(cli, s3, ident)
 
@@ -232,59 +264,12 @@ def test_a_node_that_is_lost_during_an_upload_fails_the_group(lab: Lab, s3: S3Se
     s3.thaw()
 
 
-def test_the_next_supervisor_continues_an_upload_of_a_killed_one(cli: Cli, s3: S3Server) -> None:
-    ident, pid = _start_upload(cli, s3)
-    cli.kill_supervisor()
-    wait_until(lambda: pid not in _transfer_pids(cli), 30)
-    s3.thaw()
-    _await_upload(cli, s3, ident)
-
-
 def test_a_cancel_does_not_wait_for_an_upload(cli: Cli, s3: S3Server) -> None:
     ident, pid = _start_upload(cli, s3)
     assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
     assert cli.query(ident)["status"] == "FAILED_CANCELED"
     wait_until(lambda: pid not in _transfer_pids(cli), 30)
     s3.thaw()
-
-
-def _write_inputs(cli: Cli, s3: S3Server, size: int = LARGE) -> None:
-    """Write a large and a small file below ``s3://b/in``, and upload a dataset."""
-    config = Path(cli.environment["DISTFLOW_CONFIG"])
-    config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "datasets": "s3://b/sets"}))
-    bucket = s3.bucket("b")
-    (bucket / "in" / "m").mkdir(parents=True)
-    (bucket / "in" / "m" / "a.pt").write_bytes(os.urandom(size))
-    (bucket / "in" / "log").write_bytes(b"x")
-    (cli.folder / "w").write_text("hello\n")
-    assert cli.run("dataset", "upload", "words", str(cli.folder / "w")).code == 0
-
-
-@pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_nodes_fetch_inputs_directly_from_the_store(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
-    if where == "lab":
-        request.getfixturevalue("lab")
-    _write_inputs(cli, s3)
-    done = cli.run("workflow", "submit", cli.spec(TAKES), "--wait")
-    assert done.code == 0, done.err
-    assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
-    events = _events(cli, "takes-1")
-    assert "[one] its input is fetched by its node: s3://b/in: 1 file, 2.9 MiB" in events
-    assert "[one] its input is fetched by its node: dataset words:1: 1 file, 6 B" in events
-    assert "[two] its input is fetched by its node: s3://b/in: 2 files, 2.9 MiB" in events
-    assert "through this machine" not in events
-
-
-@pytest.mark.ssh
-def test_inputs_of_a_node_without_s3fs_are_relayed(lab: Lab, s3: S3Server, tmp_path: Path) -> None:
-    cli, python = lab.cli, _bare_python(tmp_path)
-    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": python}})
-    _write_inputs(cli, s3)
-    done = cli.run("workflow", "submit", cli.spec(TAKES), "--wait")
-    assert done.code == 0, done.err
-    assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
-    events = _events(cli, "takes-1")
-    assert f"through this machine: gpu2: {python} has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
 
 def test_a_node_without_disk_space_for_an_input_is_reported(cli: Cli, s3: S3Server) -> None:
@@ -294,7 +279,7 @@ def test_a_node_without_disk_space_for_an_input_is_reported(cli: Cli, s3: S3Serv
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("mounting a small disk needs root")
     try:
-        ident = cli.submit(cli.spec(WITHOUT_DATASET))
+        ident = cli.submit(cli.spec(TAKES))
         body = cli.await_status(ident, "FAILED")
         assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
         assert "No space left on device" in body["groups"][0]["message"]
@@ -307,7 +292,7 @@ def test_a_killed_fetch_is_started_again_and_a_cancel_ends_it(cli: Cli, s3: S3Se
     _write_inputs(cli, s3)
     go = cli.folder / "GO"
     holding = cli.submit(cli.spec(HOLD.replace("GO", str(go)), "hold.yaml"))
-    ident = cli.submit(cli.spec(WITHOUT_DATASET.replace("  groups:", "  resources: {default: {cpu: 32}}\n  groups:")))
+    ident = cli.submit(cli.spec(TAKES.replace("  groups:", "  resources: {default: {cpu: 32}}\n  groups:")))
     # The input is listed before the store is suspended, and fetched afterwards.
     wait_until(lambda: _events(cli, ident).count("is fetched by its node") == 2, 60)
     s3.freeze()

@@ -123,10 +123,16 @@ def test_exec_with_pipes_passes_input_output_exit_code_and_the_tasks_environment
     assert any_cli.run("workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'kill -9 $$'").code == 137
     # No `launch.json` contains the secret.
     assert not [path for path in any_cli.folder.rglob("launch.json") if b"secret-1" in path.read_bytes()]
+    # With `--group`, every task of the group runs the command.
+    entry = "sh -c 'echo rank $NODE_RANK; echo err >&2; printf end; exit $((NODE_RANK + 3))'"
+    both = any_cli.run("workflow", "exec", "gang-1", "--group", "train", "--entry", entry)
+    assert both.code == 4
+    assert sorted(both.out.splitlines()) == ["[master] end", "[master] rank 0", "[worker] end", "[worker] rank 1"]
+    assert sorted(both.err.splitlines()) == ["[master] err", "[worker] err"]
     _end(any_cli, go)
 
 
-def test_exec_in_a_terminal_passes_its_size_ctrl_c_and_the_exit_code(any_cli: Cli) -> None:
+def test_exec_in_a_terminal_passes_its_size_ctrl_c_and_the_exit_code_and_ends_with_the_task(any_cli: Cli) -> None:
     go = _start(any_cli)
     screen = Terminal(any_cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
     screen.type("PS1='> '; echo \"$TERM:$(stty size):$NODE_RANK\" | tr a-z A-Z\n")
@@ -143,17 +149,29 @@ def test_exec_in_a_terminal_passes_its_size_ctrl_c_and_the_exit_code(any_cli: Cl
     screen.await_text("after")
     screen.type("exit 9\n")
     assert screen.await_end() == 9
+    # A command that still runs when its task ends is killed.
+    other = Terminal(any_cli, "workflow", "exec", "gang-1", "master", "--entry", "sh -c 'echo up; sleep 600'")
+    other.await_text("up")
+    _end(any_cli, go)
+    other.await_text("the task has ended, so the command was killed")
+    assert other.await_end() == 129
+
+
+def test_a_killed_exec_ends_the_command_and_its_daemons(any_cli: Cli) -> None:
+    go = _start(any_cli)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
+        _kill_exec(any_cli, number)
+        assert {task["status"] for task in any_cli.tasks("gang-1").values()} == {"RUNNING"}, number
     _end(any_cli, go)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_killed_exec_ends_the_command_and_its_daemons(any_cli: Cli, number: signal.Signals) -> None:
-    go = _start(any_cli)
-    marker = "4711.5"
-    screen = Terminal(any_cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
+def _kill_exec(cli: Cli, number: signal.Signals) -> None:
+    """Run a shell with a daemon in a terminal, end distflow with a signal, and wait until both have ended."""
+    marker = f"4711.{number}"
+    screen = Terminal(cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
     screen.type(f"setsid nohup sleep {marker} >/dev/null 2>&1 & echo sta''rted; trap '' HUP TERM\n")
     screen.await_text("started")
-    wait_until(lambda: any(f"sleep {marker}" in words for _, words in any_cli.processes()), 20)
+    wait_until(lambda: any(f"sleep {marker}" in words for _, words in cli.processes()), 20)
     screen.process.send_signal(number)
     if number == signal.SIGKILL:
         screen.process.wait(20)
@@ -161,28 +179,7 @@ def test_a_killed_exec_ends_the_command_and_its_daemons(any_cli: Cli, number: si
         os.close(screen.slave)
     else:
         assert screen.await_end() == 128 + number
-    wait_until(lambda: not [words for _, words in any_cli.processes() if marker in words or words.strip() == "/bin/sh"], 20)
-    assert {task["status"] for task in any_cli.tasks("gang-1").values()} == {"RUNNING"}
-    _end(any_cli, go)
-
-
-def test_the_command_ends_with_the_task(any_cli: Cli) -> None:
-    go = _start(any_cli)
-    screen = Terminal(any_cli, "workflow", "exec", "gang-1", "master", "--entry", "sh -c 'echo up; sleep 600'")
-    screen.await_text("up")
-    _end(any_cli, go)
-    screen.await_text("the task has ended, so the command was killed")
-    assert screen.await_end() == 129
-
-
-def test_exec_on_a_group_runs_the_command_for_every_task(any_cli: Cli) -> None:
-    go = _start(any_cli)
-    entry = "sh -c 'echo rank $NODE_RANK; echo err >&2; printf end; exit $((NODE_RANK + 3))'"
-    done = any_cli.run("workflow", "exec", "gang-1", "--group", "train", "--entry", entry)
-    assert done.code == 4
-    assert sorted(done.out.splitlines()) == ["[master] end", "[master] rank 0", "[worker] end", "[worker] rank 1"]
-    assert sorted(done.err.splitlines()) == ["[master] err", "[worker] err"]
-    _end(any_cli, go)
+    wait_until(lambda: not [words for _, words in cli.processes() if marker in words or words.strip() == "/bin/sh"], 20)
 
 
 def test_impossible_requests_are_reported(cli: Cli) -> None:
@@ -208,19 +205,6 @@ def test_impossible_requests_are_reported(cli: Cli) -> None:
 
 
 @pytest.mark.ssh
-def test_an_unreachable_node_is_reported_after_connect_timeout(lab: Lab) -> None:
-    go = _start(lab.cli)
-    node = str(lab.cli.tasks("gang-1")["worker"]["node_name"])
-    lab.servers[node].freeze()
-    done = lab.cli.run("workflow", "exec", "gang-1", "worker", "--entry", "true", "--connect-timeout", "2")
-    assert done.code == 3
-    assert f"{node}: " in done.err
-    assert "2 s" in done.err
-    lab.servers[node].thaw()
-    _end(lab.cli, go)
-
-
-@pytest.mark.ssh
 def test_keep_alive_restores_a_broken_connection(lab: Lab) -> None:
     go = _start(lab.cli)
     server = lab.servers[str(lab.cli.tasks("gang-1")["worker"]["node_name"])]
@@ -243,12 +227,19 @@ def test_keep_alive_restores_a_broken_connection(lab: Lab) -> None:
 
 
 @pytest.mark.ssh
-def test_without_keep_alive_a_broken_connection_ends_exec(lab: Lab) -> None:
+def test_without_keep_alive_a_broken_connection_ends_exec_and_an_unreachable_node_is_reported(lab: Lab) -> None:
     go = _start(lab.cli)
-    server = lab.servers[str(lab.cli.tasks("gang-1")["worker"]["node_name"])]
+    node = str(lab.cli.tasks("gang-1")["worker"]["node_name"])
     screen = Terminal(lab.cli, "workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'echo up; sleep 600'")
     screen.await_text("up")
-    server.stop()
+    lab.servers[node].stop()
     assert screen.await_end() == 3
-    server.start()
+    lab.servers[node].start()
+    # This server accepts connections, but does not answer.
+    lab.servers[node].freeze()
+    done = lab.cli.run("workflow", "exec", "gang-1", "worker", "--entry", "true", "--connect-timeout", "2")
+    assert done.code == 3
+    assert f"{node}: " in done.err
+    assert "2 s" in done.err
+    lab.servers[node].thaw()
     _end(lab.cli, go)

@@ -135,10 +135,6 @@ def _members(cli: Cli, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_tasks_get_their_gang_without_an_installed_distflow(cli: Cli) -> None:
-    _members(cli, 1)
-
-
 def test_tasks_on_ssh_hosts_get_their_gang_without_an_installed_distflow(lab: Lab) -> None:
     lab.configure(python=BARE_PYTHON)
     rows = _members(lab.cli, 2)

@@ -35,11 +35,56 @@ def write_spec(cli: Cli) -> str:
     return cli.spec(SPEC.replace("GO", f"{cli.folder}/go"))
 
 
+LATER = """
+workflow:
+  name: later
+  tasks:
+  - name: use
+    command: [sh, -c, 'cat "{{input:1}}/when"; ls "{{input:0}}"; echo 0']
+    inputs:
+    - {task: stages-1:prepare, regex: nothing}
+    - task: stages-1:prepare
+"""
+
+
 @pytest.mark.parametrize("backend", ["local", "ssh"])
-def test_only_incomplete_groups_run_again(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+def test_a_later_workflow_and_a_restart_use_the_outputs_of_a_failed_workflow(
+    backend: str, cli: Cli, request: pytest.FixtureRequest
+) -> None:
     if backend == "ssh":
         request.getfixturevalue("lab")
+    later = cli.spec(LATER, "later.yaml")
+    missing = cli.run("workflow", "validate", later)
+    assert missing.code == 2
+    assert "later.yaml:8: error: there is no workflow `stages-1`" in missing.err
     assert cli.run("workflow", "submit", write_spec(cli), "--priority", "high", "--wait").code == 1
+    # The workflow has failed, but the outputs of its tasks still exist.
+    _read_outputs_in_a_later_workflow(cli, later)
+    _restart_incomplete_groups(cli)
+
+
+def _read_outputs_in_a_later_workflow(cli: Cli, later: str) -> None:
+    assert (
+        "output of prepare in stages-1 (only nothing) → <ATTEMPT_DIR>/input/0"
+        in cli.run("workflow", "submit", later, "--dry-run").out
+    )
+    done = cli.run("workflow", "submit", later, "--wait")
+    assert done.code == 0, done.err
+    lines = [line.removeprefix("[use] ") for line in done.out.splitlines() if line.startswith("[use] ")]
+    assert lines[0].isdigit()
+    assert lines[1:] == ["0"]
+    for name, message in (
+        ("stages-1:missing", "stages-1 has no task `missing`"),
+        ("stages-1:rate", "rate of stages-1 has not run, so it has no output"),
+        ("stages:x", "`stages:x` does not name a task"),
+    ):
+        refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))
+        assert refused.code == 2
+        assert message in refused.err
+    assert cli.run("workflow", "submit", "later-1", "--wait").code == 0
+
+
+def _restart_incomplete_groups(cli: Cli) -> None:
     (cli.folder / "go").touch()
     (cli.folder / "stages-1").touch()  # a file with the name of the workflow does not matter
     done = cli.run("workflow", "restart", "stages-1", "--wait")
@@ -114,45 +159,3 @@ def test_restart_reports_missing_outputs_and_submits_nothing(lab: Lab, cli: Cli)
     (cli.folder / "go").touch()
     (cli.folder / "go2").touch()
     assert cli.run("workflow", "submit", "stages-1", "--wait").code == 0
-
-
-LATER = """
-workflow:
-  name: later
-  tasks:
-  - name: use
-    command: [sh, -c, 'cat "{{input:1}}/when"; ls "{{input:0}}"; echo 0']
-    inputs:
-    - {task: stages-1:prepare, regex: nothing}
-    - task: stages-1:prepare
-"""
-
-
-@pytest.mark.parametrize("backend", ["local", "ssh"])
-def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
-    if backend == "ssh":
-        request.getfixturevalue("lab")
-    later = cli.spec(LATER, "later.yaml")
-    missing = cli.run("workflow", "validate", later)
-    assert missing.code == 2
-    assert "later.yaml:8: error: there is no workflow `stages-1`" in missing.err
-    # An earlier workflow may have failed: the outputs of its tasks still exist.
-    assert cli.run("workflow", "submit", write_spec(cli), "--wait").code == 1
-    assert (
-        "output of prepare in stages-1 (only nothing) → <ATTEMPT_DIR>/input/0"
-        in cli.run("workflow", "submit", later, "--dry-run").out
-    )
-    done = cli.run("workflow", "submit", later, "--wait")
-    assert done.code == 0, done.err
-    lines = [line.removeprefix("[use] ") for line in done.out.splitlines() if line.startswith("[use] ")]
-    assert lines[0].isdigit()
-    assert lines[1:] == ["0"]
-    for name, message in (
-        ("stages-1:missing", "stages-1 has no task `missing`"),
-        ("stages-1:rate", "rate of stages-1 has not run, so it has no output"),
-        ("stages:x", "`stages:x` does not name a task"),
-    ):
-        refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))
-        assert refused.code == 2
-        assert message in refused.err
-    assert cli.run("workflow", "submit", "later-1", "--wait").code == 0

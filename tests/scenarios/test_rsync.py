@@ -68,6 +68,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.usefixtures("forking_rsync")
 def test_trees_with_any_file_names_are_copied_in_both_directions(any_cli: Cli) -> None:
     tree = any_cli.folder / "tree it's"
     (tree / "sub dir").mkdir(parents=True)
@@ -107,34 +108,31 @@ def test_trees_with_any_file_names_are_copied_in_both_directions(any_cli: Cli) -
         assert contents(other) == {"a:b": "this is a:b", "made.txt": "made\n", "out.txt": "out\n"}
 
 
-def test_files_in_the_working_directory_are_not_imported(cli: Cli) -> None:
+def test_output_of_the_setup_and_files_in_the_working_directory_do_not_break_rsync(cli: Cli) -> None:
+    cli.configure(setup="echo loaded some modules")
     here = cli.folder / "here"
     here.mkdir()
     (here / "json.py").write_text("raise SystemExit('taken for a module')")
     with running(cli) as workflow:
         command = [str(Path(sys.executable).with_name("distflow")), "workflow", "rsync", "upload", workflow, ".:theirs"]
         environment = cli.environment | {"DISTFLOW_STATE": "../state"}
-        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+        ran = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stderr) == (0, "")
         assert list(contents(work_directory(cli, "main") / "theirs")) == ["json.py"]
-
-
-def test_output_of_the_setup_does_not_break_rsync(cli: Cli) -> None:
-    cli.configure(setup="echo loaded some modules")
-    with running(cli) as workflow:
         done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
         assert (done.code, done.out, done.err) == (0, "", "")
     assert (cli.folder / "made.txt").read_text() == "made\n"
 
 
-def test_failed_copies_are_reported(any_cli: Cli) -> None:
+@pytest.mark.usefixtures("forking_rsync")
+def test_failed_copies_and_a_missing_local_rsync_are_reported(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
     def refused(*arguments: str, code: int = 2) -> str:
-        done = any_cli.run("workflow", "rsync", *arguments)
-        assert done.code == code, done.err
+        done = cli.run("workflow", "rsync", *arguments)
+        assert (done.code, done.out) == (code, ""), done.err
         return done.err
 
-    (any_cli.folder / "file").write_text("x")
-    with running(any_cli) as workflow:
+    (cli.folder / "file").write_text("x")
+    with running(cli) as workflow:
         assert "`nothing` does not exist on this machine" in refused("upload", workflow, "nothing:x")
         assert "`file` is not of the form LOCAL:REMOTE" in refused("upload", workflow, "file")
         assert "`:x` is not of the form REMOTE:LOCAL" in refused("download", workflow, ":x")
@@ -144,18 +142,12 @@ def test_failed_copies_are_reported(any_cli: Cli) -> None:
         message = refused("download", workflow, "no-such-file:.", code=3)
         assert "no-such-file" in message
         assert "rsync ended with code 23 (some files could not be copied)\nsee the messages of rsync above" in message
+        cli.environment["PATH"] = str(_programs_without_rsync(tmp_path_factory.mktemp("bin")))
+        assert "rsync is not installed on this machine\ninstall it" in refused("download", workflow, "made.txt:.")
+        cli.environment["PATH"] = os.environ["PATH"]
     ended = refused("upload", workflow, "file:x")
     assert f"main has ended: COMPLETED\nits log: distflow workflow logs {workflow} --task main\n" in ended
     assert f"its files: distflow workflow fetch {workflow} --task main" in ended
-
-
-def test_a_missing_local_rsync_is_reported(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with running(cli) as workflow:
-        cli.environment["PATH"] = str(_programs_without_rsync(tmp_path_factory.mktemp("bin")))
-        done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
-        assert (done.code, done.out) == (2, "")
-        assert "rsync is not installed on this machine\ninstall it" in done.err
-        cli.environment["PATH"] = os.environ["PATH"]
 
 
 @pytest.mark.ssh

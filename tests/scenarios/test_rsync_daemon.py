@@ -14,7 +14,10 @@ import pytest
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
-pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync"),
+    pytest.mark.usefixtures("forking_rsync"),
+]
 
 SPEC = """
 workflow:
@@ -61,14 +64,16 @@ def await_text(path: Path, text: str) -> None:
     wait_until(lambda: path.exists() and path.read_text() == text, 60, f"{text!r} in {path}")
 
 
-def test_changing_files_are_copied_until_the_task_has_ended(any_cli: Cli) -> None:
-    src = make_source(any_cli)
-    workflow = any_cli.submit(write_spec(any_cli))
-    any_cli.await_log(workflow, "up")
-    done = any_cli.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
+@pytest.mark.ssh
+@pytest.mark.usefixtures("lab")
+def test_changing_files_are_copied_until_the_task_has_ended(cli: Cli) -> None:
+    src = make_source(cli)
+    workflow = cli.submit(write_spec(cli))
+    cli.await_log(workflow, "up")
+    done = cli.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
     assert (done.code, done.out) == (0, ""), done.err
-    assert f"{src} is copied to main until the task's group has ended. Log: {any_cli.state}/rsync/" in done.err
-    remote = work_directory(any_cli, "main") / "src"
+    assert f"{src} is copied to main until the task's group has ended. Log: {cli.state}/rsync/" in done.err
+    remote = work_directory(cli, "main") / "src"
     await_text(remote / "train.py", "first")
     (src / "train.py").write_text("second")
     await_text(remote / "train.py", "second")
@@ -76,40 +81,40 @@ def test_changing_files_are_copied_until_the_task_has_ended(any_cli: Cli) -> Non
     (src / "more" / "file").write_text("new")
     await_text(remote / "more" / "file", "new")
     # A task has at most one background copy. Another task can have its own.
-    done = any_cli.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
+    done = cli.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
     assert done.code == 2
     message, hint = f"a background copy to `{workflow}/main` is already running", "stop it first: distflow workflow rsync stop"
     assert f"{message}\n{hint} {workflow} --task main\n" in done.err
-    assert any_cli.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
-    await_text(work_directory(any_cli, "helper") / "own" / "train.py", "second")
-    wait_until(lambda: sum(one["last_synced"] is not None for one in list_copies(any_cli)) == 2, 60)
-    helper, main = list_copies(any_cli)
+    assert cli.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
+    await_text(work_directory(cli, "helper") / "own" / "train.py", "second")
+    wait_until(lambda: sum(one["last_synced"] is not None for one in list_copies(cli)) == 2, 60)
+    helper, main = list_copies(cli)
     assert (helper["task_name"], helper["status"], helper["local_path"], helper["remote_path"]) == (
         "helper", "RUNNING", f"{src}/", "own",
     )  # fmt: skip
     assert (main["workflow_id"], main["task_name"], main["status"], main["error"]) == (workflow, "main", "RUNNING", None)
     os.kill(main["pid"], 0)
-    assert {path.stat().st_mode & 0o777 for path in (any_cli.state / "rsync").iterdir()} == {0o600}
-    # A copy that is stopped leaves its files in any_cli, and copies no later changes.
-    done = any_cli.run("workflow", "rsync", "stop", "-", "--task", "helper")
+    assert {path.stat().st_mode & 0o777 for path in (cli.state / "rsync").iterdir()} == {0o600}
+    # A copy that is stopped leaves its files on the node, and copies no later changes.
+    done = cli.run("workflow", "rsync", "stop", "-", "--task", "helper")
     assert (done.code, done.out) == (0, f"{workflow} helper: stopped\n"), done.err
-    done = any_cli.run("workflow", "rsync", "stop", workflow, "--task", "helper")
+    done = cli.run("workflow", "rsync", "stop", workflow, "--task", "helper")
     assert (done.code, done.out) == (2, "")
     assert f"no background copy to helper of {workflow} is running" in done.err
     (src / "train.py").write_text("third")
     await_text(remote / "train.py", "third")
-    assert (work_directory(any_cli, "helper") / "own" / "train.py").read_text() == "second"
+    assert (work_directory(cli, "helper") / "own" / "train.py").read_text() == "second"
     # The other copy ends with its task, and logs the reason.
-    end_tasks(any_cli)
-    any_cli.await_status(workflow, "COMPLETED")
-    wait_until(lambda: [one["status"] for one in list_copies(any_cli)] == ["STOPPED", "STOPPED"], 30)
-    log = Path(list_copies(any_cli)[1]["log_file"])
+    end_tasks(cli)
+    cli.await_status(workflow, "COMPLETED")
+    wait_until(lambda: [one["status"] for one in list_copies(cli)] == ["STOPPED", "STOPPED"], 30)
+    log = Path(list_copies(cli)[1]["log_file"])
     log_text = (
         log.with_suffix(".log.1").read_text() + log.read_text() if log.with_suffix(".log.1").exists() else log.read_text()
     )
     assert "train.py" in log_text
     assert log_text.endswith("exiting: main has ended: COMPLETED\n")
-    done = any_cli.run("workflow", "rsync", "status")
+    done = cli.run("workflow", "rsync", "status")
     assert done.out.splitlines()[0].split("  ")[0] == "Workflow ID"
     assert done.out.count("STOPPED") == 2
 

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.waiting import wait_until
+from preloaded import write_program
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -56,8 +55,8 @@ workflow:
 
 def set_credential(cli: Cli, name: str, value: str, *, key: str, kind: str = "GENERIC") -> None:
     """Set a credential from standard input."""
-    command = [sys.executable, "-m", "distflow", "credential", "set", name, "--type", kind, "--payload-file", f"{key}=-"]
-    subprocess.run(command, input=value, text=True, check=True, env=cli.environment, cwd=cli.folder, capture_output=True)
+    done = cli.run("credential", "set", name, "--type", kind, "--payload-file", f"{key}=-", stdin=value)
+    assert done.code == 0, done.err
 
 
 def has_canary(data: bytes) -> bool:
@@ -144,6 +143,9 @@ def test_a_node_writes_to_a_store_without_exposing_the_secret_key(
 ) -> None:
     if why := missing_rclone():
         pytest.skip(why)
+    # The transfer is a fork of a process that has imported the driver for S3.
+    cli.python = str(write_program(cli.folder, tmp_path_factory.getbasetemp(), "storage"))
+    cli.configure()
     if where == "lab":
         lab: Lab = request.getfixturevalue("lab")
         lab.configure(names=("gpu1",))
@@ -185,9 +187,8 @@ def _set_store_credential(cli: Cli, folder: Path, url: str) -> None:
     for key, value in (("endpoint", "s3://b"), ("access_key_id", "test-key"), ("override_url", url)):
         (folder / key).write_text(value)
         words += ["--payload-file", f"{key}={folder / key}"]
-    command = [sys.executable, "-m", "distflow", "credential", "set", "store", "--type", "DATA", *words]
-    command += ["--payload-file", "access_key=-"]
-    subprocess.run(command, input=FILE, text=True, check=True, env=cli.environment, cwd=cli.folder, capture_output=True)
+    done = cli.run("credential", "set", "store", "--type", "DATA", *words, "--payload-file", "access_key=-", stdin=FILE)
+    assert done.code == 0, done.err
 
 
 def transfer_pids() -> list[str]:

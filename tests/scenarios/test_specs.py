@@ -1,4 +1,7 @@
-"""The first sample, and a spec of OSMO's users, run to their end on this machine. `test_ssh` runs all samples that train."""
+"""The first sample, and a spec of OSMO's users, run to their end on this machine.
+
+`test_ssh` and `test_engines` run the samples that train.
+"""
 
 from __future__ import annotations
 

@@ -12,14 +12,17 @@ import pytest
 
 from distflow.testing.sshd import Sshd, missing_sshd
 from scenarios.conftest import Cli
-from scenarios.lab import GANG, TRAINING, Lab, copy_specs, run_pipeline, train
+from scenarios.lab import GANG, Lab, copy_specs, run_pipeline, train
 
 pytestmark = pytest.mark.ssh
 
+SPECS = ("pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun")
+"""Specs that train. ``test_engines`` runs ``pytorch_dist`` on every backend."""
 
-def test_each_task_of_a_gang_has_a_host_of_its_own(lab: Lab) -> None:
+
+def test_each_task_of_a_gang_has_its_own_host_and_a_killed_supervisor_and_a_restarted_sshd_lose_nothing(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
-    workflow = lab.submit(go)
+    workflow = cli.submit(cli.spec(GANG.replace("GO", str(go)).replace("; done'", "; done; exit 5'", 1)))
     tasks = cli.await_running(workflow)
     assert {name: task["node_name"] for name, task in tasks.items()} == {
         "master": "gpu1",
@@ -28,13 +31,17 @@ def test_each_task_of_a_gang_has_a_host_of_its_own(lab: Lab) -> None:
     }
     assert {name: task["ranks"] for name, task in tasks.items()} == {"master": "0-1", "worker-0": "2-3", "worker-1": "4-5"}
     assert "127.0.1.1 lo 0,1" in cli.await_log(workflow, "127.0.1.1")
+    cli.kill_supervisor()
+    lab.servers["gpu2"].restart()
     go.touch()
-    cli.await_status(workflow, "COMPLETED")
+    answer = cli.await_status(workflow, "FAILED")
+    assert answer["groups"][0]["first_cause"]["task"] == "master"
+    assert answer["groups"][0]["first_cause"]["exit_code"] == 5
     assert "offset 4" in cli.logs(workflow, "--task", "worker-1")
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", SPECS)
 def test_a_training_spec_completes_with_each_task_on_its_own_host(
     lab: Lab, repository: Path, name: str, forking_site: str
 ) -> None:
@@ -58,34 +65,6 @@ def test_the_pipeline_copies_its_data_from_host_to_host(lab: Lab, repository: Pa
     assert run_pipeline(lab.cli, specs, epochs=6) > 0.95
     nodes = {name: task["node_name"] for name, task in lab.cli.tasks("pipeline-1").items()}
     assert nodes == {"prepare": "gpu1", "master": "gpu2", "worker": "gpu3", "evaluate": "gpu3"}
-
-
-def test_hello_world_runs_across_hosts(lab: Lab, repository: Path) -> None:
-    done = lab.cli.run("workflow", "submit", str(copy_specs(lab.cli, repository) / "hello_world.yaml"), "--wait")
-    assert done.code == 0, done.err
-    assert "rank 0 of 2" in done.out
-    assert "rank 1 of 2" in done.out
-    assert len({task["node_name"] for task in lab.cli.tasks("hello-world-1").values()}) == 2
-
-
-def test_a_killed_supervisor_and_a_restarted_sshd_lose_nothing(lab: Lab) -> None:
-    cli, go = lab.cli, lab.cli.folder / "go"
-    workflow = cli.submit(cli.spec(GANG.replace("GO", str(go)).replace("; done'", "; done; exit 5'", 1)))
-    cli.await_running(workflow)
-    cli.kill_supervisor()
-    lab.servers["gpu2"].restart()
-    go.touch()
-    answer = cli.await_status(workflow, "FAILED")
-    assert answer["groups"][0]["first_cause"]["task"] == "master"
-    assert answer["groups"][0]["first_cause"]["exit_code"] == 5
-
-
-def test_cancel_leaves_nothing_on_any_host(lab: Lab) -> None:
-    cli = lab.cli
-    workflow = lab.submit(cli.folder / "never")
-    cli.await_running(workflow)
-    assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
-    assert cli.query(workflow)["status"] == "FAILED_CANCELED"
 
 
 PAIR = """

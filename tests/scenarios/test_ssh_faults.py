@@ -109,7 +109,7 @@ def test_a_server_that_is_back_in_time_loses_no_node(lab: Lab) -> None:
     # An earlier version tried to connect at 8.6 s and then at 18.6 s, which was after `node_lost_after`.
     wait_until(lambda: time.monotonic() > begun + 9.5, 20)
     lab.servers[away].start()
-    wait_until(lambda: "unreachable since" not in cli.run("workflow", "query", workflow).out, 60)
+    cli.await_output(lambda shown: "unreachable since" not in shown, "workflow", "query", workflow)
     go.touch()
     cli.await_status(workflow, "COMPLETED")
 
@@ -131,11 +131,15 @@ workflow:
 """
 
 
-SIZE_MB = 96
+SIZE_MB = 48
 
 
 def _events(cli: Cli, workflow: str) -> str:
     return cli.run("workflow", "events", workflow).out
+
+
+def _await_event(cli: Cli, workflow: str, text: str) -> None:
+    cli.await_output(lambda events: text in events, "workflow", "events", workflow)
 
 
 def _lose_host_before_start(lab: Lab) -> tuple[str, Sshd]:
@@ -149,13 +153,13 @@ def _lose_host_before_start(lab: Lab) -> tuple[str, Sshd]:
     )
     receiver = lab.servers[receiving]
     receiver.freeze()
-    wait_until(lambda: "has its nodes" in _events(cli, workflow), 60)
+    _await_event(cli, workflow, "has its nodes")
     lost = lab.servers[cli.tasks(workflow)["master"]["node_name"]]
-    wait_until(lambda: "[master] ready to start" in _events(cli, workflow), 60)
+    _await_event(cli, workflow, "[master] ready to start")
     lost.freeze()
     lab.await_message(workflow, f"{lost.alias} has been unreachable since", "INITIALIZING")
     receiver.thaw()
-    wait_until(lambda: "[worker] ready to start" in _events(cli, workflow), 60)
+    _await_event(cli, workflow, "[worker] ready to start")
     return workflow, lost
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from scenarios.conftest import Cli
 from scenarios.lab import TORCHRUN, Lab
+from scenarios.test_pool_check import BARE_PYTHON
 
 SPEC = """
 workflow:
@@ -40,7 +41,7 @@ def test_two_workflows_share_an_environment_that_one_of_them_builds(lab: Lab) ->
     make_wheel(cli.folder / "wheels", "greeter", "def hello(): return 'hello'\n")
     (cli.folder / "requirements.txt").write_text("greeter==1.0  # the only one\n")
     variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(cli.folder / "wheels")}
-    lab.configure(names=("gpu1",), venv="requirements.txt", environment=variables)
+    lab.configure(names=("gpu1",), python=BARE_PYTHON, venv="requirements.txt", environment=variables)
     done = cli.run("pool", "check")
     assert "note: gpu1: the Python environment of requirements.txt is not built yet\n    the first workflow" in done.out
 
@@ -85,7 +86,7 @@ def test_wrong_requirements_are_refused_before_anything_is_stored(cli: Cli) -> N
     (cli.folder / "requirements.txt").write_text("greeter\n-e .\n")
     done = cli.run("workflow", "validate", spec)
     assert done.code == 2
-    assert "requirements.txt:2: error: `.` is a path on this machine, which nodes cannot install" in done.out + done.err
+    assert "requirements.txt:2: error: `.` is not an absolute path or a URL, so the nodes cannot find it" in done.out + done.err
     (cli.folder / "requirements.txt").write_text("greeter\n")
     done = cli.run("workflow", "submit", spec, "--dry-run")
     assert "Python environment of requirements.txt" in done.out
