@@ -89,7 +89,8 @@ def test_a_waiting_gang_shows_slurms_reason_and_ends_by_cancel_or_its_queue_time
     answer = cli.await_status(impatient, "FAILED_QUEUE_TIMEOUT")
     assert "queue_timeout" in answer["groups"][0]["message"]
     wait_until(lambda: len(cluster.jobs()) == 1, 30, "the job of the impatient gang is gone")
-    assert f"{answer['uuid']}/train/0 CANCELLED" in cluster.command("squeue", "-h", "-t", "all", "-o", "%k %T")
+    listed = cluster.command("squeue", "-h", "-t", "all", "-o", "%k %T")
+    assert f"{answer['uuid']}/train/0 CANCELLED" in listed  # codespell:ignore
     assert cli.run("workflow", "cancel", patient, "--wait", "60").code == 0
     assert cli.query(patient)["status"] == "FAILED_CANCELED"
     cluster.await_no_jobs()
