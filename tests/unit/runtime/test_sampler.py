@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from distflow.runtime.guard import sampler
 from distflow.runtime.probes.host_usage import HostUsage, limits
 from distflow.state.logs import LogSource
@@ -77,6 +79,19 @@ def test_only_descendants_are_counted() -> None:
         for _ in range(3):
             assert usage._measure()[1]["processes"] == 1
         assert other.pid in usage._others, "the parents of other processes are read once"
+
+
+def test_a_container_is_measured_as_soon_as_its_cgroup_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.runtime.probes.host_usage._CGROUPS", str(tmp_path))
+    wait = "print(flush=True); input()"
+    with tree(wait, 0) as client, tree(wait, 1) as container:
+        assert read_line(container) == "ready"
+        usage = HostUsage(client.pid, client.pid, "a" * 64)
+        assert usage._measure()[1]["processes"] == 0
+        cgroup = tmp_path / "docker" / ("a" * 64)
+        cgroup.mkdir(parents=True)
+        (cgroup / "cgroup.procs").write_text(f"{container.pid}\n")
+        assert usage._measure()[1]["processes"] == 1
 
 
 def test_limits_are_read_from_the_machine_and_its_container(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class HostUsage:
         """``command`` is the descendant whose network counters are read. ``container``: id of the task's container, if any."""
         self._root = root
         self._command = command
-        self._cgroup = _cgroup_of_container(container) if container else None
+        self._container = container
+        self._cgroup: Optional[str] = None
         self._others: Set[int] = set()
         """Known processes that do not belong to the attempt."""
         self._rounds = 0
@@ -93,6 +94,10 @@ class HostUsage:
         self._rounds += 1
         if self._rounds % _RENEW_ROUNDS == 0:
             self._others.clear()
+        if self._container and self._cgroup is None:
+            self._cgroup = _cgroup_of_container(self._container)  # Docker creates it later than the id
+            if self._cgroup is not None:
+                self._others.clear()
         listed = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {self._root}
         enclosed = _pids_in(self._cgroup) if self._cgroup else set()
         self._others &= listed
