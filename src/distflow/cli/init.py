@@ -45,7 +45,7 @@ def init(
         typer.Argument(
             metavar="[NAME]",
             help="The workflow's name; its spec is NAME.yaml. Default: the name of the script, program or Slurm job. "
-            "With --sample, NAME is only for the file.",
+            "With --sample, NAME sets only the name of the file.",
             show_default=False,
         ),
     ] = None,
@@ -61,8 +61,8 @@ def init(
         typer.Option(
             "--gpus",
             min=0,
-            help="GPUs of each node. Default: as in the sbatch script, or none. For torchrun's `--nproc_per_node gpu`: "
-            "as in the default pool.",
+            help="GPUs of each node; 0 hides all GPUs. Default: as in the sbatch script, or no request. For torchrun's "
+            "`--nproc_per_node gpu`: as in the default pool.",
         ),
     ] = None,
     ranks: RanksOption = None,
@@ -81,7 +81,7 @@ def init(
     """Write a spec with comments, from options, a Slurm script, a torchrun command or a sample.
 
     On a terminal, `distflow init` without options asks for the command, the nodes and the GPUs. Comments in the spec mark
-    parts that could not be translated. Existing files are kept unless you add --force.
+    parts that could not be translated. If a file exists, the command writes nothing and fails, unless you add --force.
     """
     if samples:
         _print_samples(format_type)

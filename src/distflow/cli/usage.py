@@ -17,7 +17,7 @@ __all__ = ["explain_usage_error", "help_page"]
 
 
 def help_page(error: Any) -> str | None:
-    """Return the help page if the user ran a command that needs arguments without any. Otherwise, return ``None``."""
+    """Return the help page if the user gave no arguments to a command that needs some. Otherwise, return ``None``."""
     return error.message if type(error).__name__ == "NoArgsIsHelpError" else None
 
 

@@ -112,7 +112,7 @@ class NetnsHost:
     def sshd(self) -> Sshd:
         """The sshd of the host, which is running."""
         if self._sshd is None:
-            raise RuntimeError("the host is not up")
+            raise RuntimeError("the host has no running sshd: call `open` first")
         return self._sshd
 
     def open(self, bridge: str, inside: str = "") -> None:

@@ -296,8 +296,8 @@ def _register_and_wait(tcp: Store, environment: Mapping[str, str], place: World,
         )
     if store.add(f"rank/{place.rank}", 1) > 1:
         raise WorldError(
-            f"rank {place.rank} joined twice: two machines have the same offset (DISTFLOW_RANK_OFFSET), or a process of an "
-            "earlier run still runs: give each machine its own offset, or end that process"
+            f"rank {place.rank} joined twice: two machines have the same offset (DISTFLOW_RANK_OFFSET), two tasks set the same "
+            "RANK, or a process of an earlier run is still running; correct the numbers, or end that process"
         )
     if store.add("arrived", 1) == place.size:
         store.set("all", "1")

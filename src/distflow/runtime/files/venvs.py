@@ -46,7 +46,7 @@ _MAX_RECORD = 4096
 
 
 def directory_of(root: str, digest: object) -> str:
-    """Return the directory of the environment for ``digest`` (SHA-256 of the requirements) and this interpreter.
+    """Return the directory of the environment for ``digest`` (``Requirements.digest``) and this interpreter.
 
     Raises ``bad_request`` for a malformed digest.
     """
@@ -132,7 +132,10 @@ REMEDY = "install uv, or the package python3-venv of the node's system"
 
 
 def tools(path: str) -> Json:
-    """Return ``uv``, the path of uv or null, and ``pip``, whether this interpreter can create environments with pip."""
+    """Return the tools that can build environments: ``uv`` is the path of uv or None, and ``pip`` whether pip can be used.
+
+    ``path`` is the PATH in which uv is searched.
+    """
     from importlib.util import find_spec
 
     from distflow.runtime.processes import find_program

@@ -1,7 +1,7 @@
 """Clip gradients by their norm over the whole model, of which a rank may hold only a part.
 
-torch's ``clip_grad_norm_`` refuses models with tensors on several meshes (strategies ``tp`` and ``hybrid``). In a pipeline, it
-would cover only one stage.
+torch's ``clip_grad_norm_`` refuses gradients on different meshes (``hybrid``), and DTensors together with plain tensors
+(``tp``). In a pipeline, it would cover only one stage.
 """
 
 from __future__ import annotations

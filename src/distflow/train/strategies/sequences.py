@@ -29,7 +29,8 @@ def check_sequences(model: nn.Module, device: str) -> None:
         what = "torch's ring attention does not support attention masks, which Hugging Face models create"
         raise ValueError(f"context parallelism: {what}; use a model without masks, or remove `cp_size`")
     if not has_ring_attention(device):
-        raise ValueError(f"context parallelism: torch {torch.__version__} needs GPUs for it; use sequence_parallel with tp")
+        what = f"torch {torch.__version__} does not support it on the CPU, which these ranks use"
+        raise ValueError(f"context parallelism: {what}; use GPUs, or `sequence_parallel` and `tp_size` instead of `cp_size`")
 
 
 @contextmanager

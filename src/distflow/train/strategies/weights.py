@@ -110,7 +110,8 @@ def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) ->
 def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the whole value of each parameter and buffer, on every rank. Collective.
 
-    Of a tied parameter, it yields the first name; with ``all_names``, all. Under ``local_sgd``, parameters are means.
+    A tied parameter has its first name; with ``all_names``, it comes once for each name. Between two averages of ``local_sgd``,
+    parameters are the means over the ranks.
     """
     repeated = () if all_names else {name for _, *others in tied_names(inner_module(model)) for name in others}
     state = {name: one for name, one in {**_states(model), **means_of(model)}.items() if name not in repeated}

@@ -153,7 +153,7 @@ class JobEnd(Struct, frozen=True):
         match = match or re.search(r"\|([0-9]+):([0-9]+)\|", self.accounting)
         text = ""
         if match is not None:
-            text = f" by signal {match[2]}" if match[2] != "0" else f" with exit code {match[1]}"
+            text = f" with signal {match[2]}" if match[2] != "0" else f" with exit code {match[1]}"
         why = re.search(r" Reason=(\S+)", self.scontrol)
         if why is not None and why[1] not in ("None", "NonZeroExitCode"):
             text += f" ({plain(why[1])[:100]})"

@@ -164,7 +164,7 @@ def test_messages_about_ends_name_the_causes() -> None:
         assert isinstance(found, Over)
         assert found.is_failure == is_failure
     assert ended("FAILED", reason="BadConstraints", code="0:1") == Over(
-        reason=None, message="Slurm job 5 failed by signal 1 (BadConstraints)", is_failure=True
+        reason=None, message="Slurm job 5 failed with signal 1 (BadConstraints)", is_failure=True
     )
 
 
