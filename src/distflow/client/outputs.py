@@ -192,7 +192,8 @@ def fetch_output_files(
 
     """
     with _Nodes(_sources(client, record, tasks, place, attempt), place) as nodes:
-        chosen = _choose(nodes.read_lists(), paths, f"distflow workflow outputs {record.id}")
+        options = (" --workdir" if place == "work" else "") + (f" --retry-id {attempt}" if attempt is not None else "")
+        chosen = _choose(nodes.read_lists(), paths, f"distflow workflow outputs {record.id}{options}")
         names = [one.outputs.task for one in chosen]
         folders = {name: folder / name if len(names) > 1 else folder for name in names}
         is_own, moved = claim_directory(folder, record) if is_claimed and folders else (True, None)
@@ -252,8 +253,8 @@ def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place
 def _choose(tasks: Sequence[_Task], paths: Sequence[str], command: str) -> list[_Task]:
     """Return the tasks that have files that match ``paths``, and keep only these files.
 
-    Raise ``NotFound`` if all nodes have answered and one of ``paths`` matches no file. ``command``
-    is for the hint, and lists all files.
+    Raise ``NotFound`` if all nodes have answered and one of ``paths`` matches no file. Its hint names ``command``, which lists
+    the files of ``tasks``.
     """
     patterns = [(path, path.removeprefix("{{output}}").lstrip("/").removeprefix("./").rstrip("/")) for path in paths]
     matched = set()

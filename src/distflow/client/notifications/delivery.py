@@ -140,7 +140,7 @@ def _failure(host: str | None, error: Exception) -> NotifyError:
     if isinstance(reason, OSError):
         return NotifyError(f"the request to {host} failed: {reason.strerror or type(reason).__name__}", may_retry=True)
     if isinstance(reason, http.client.InvalidURL | ValueError):
-        return NotifyError(f"the URL for {host} is not valid: check its port, and that it contains no spaces or line breaks")
+        return NotifyError(f"the URL for {host} is not valid: check its port, and encode characters that are not ASCII")
     return NotifyError(f"the answer of {host} is not a valid HTTP response ({type(reason).__name__})")
 
 

@@ -219,7 +219,7 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
         start = "" if name.startswith("/") else "; relative paths start in the task's working directory"
         return 127, "`{}` does not exist on this node{}".format(name, start)
     searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if not path.endswith("/" + netcat.TOOLS))
-    hint = "install it, or add its directory to PATH: in the node's `setup`, or by `python`, whose directory comes first"
+    hint = "install it, or add its directory to PATH in the node's `setup`"
     return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
 
 

@@ -411,7 +411,8 @@ class _Settings:
 
         def variable(found: re.Match[str]) -> str:
             if found[1] not in os.environ:
-                raise SshConfigError(f"`{keyword} {text}`: the environment variable `{found[1]}` is not set; write its value")
+                message = f"`{keyword} {text}`: the environment variable `{found[1]}` is not set; replace it by its value"
+                raise SshConfigError(message)
             return os.environ[found[1]]
 
         expanded = re.sub("%(.?)", token, text, flags=re.DOTALL)

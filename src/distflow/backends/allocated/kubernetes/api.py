@@ -116,11 +116,11 @@ class KubernetesApi:
 
         Raises ``NodeUnreachable`` for ``node``, also if the API server refuses.
         """
-        import websocket  # noqa: PLC0415  an optional package
+        client = self._opened()
+        import websocket  # noqa: PLC0415  a dependency of the optional package
         from kubernetes.stream.ws_client import create_websocket  # noqa: PLC0415  as above
 
         try:
-            client = self._opened()
             headers = {**_authorization(client), "sec-websocket-protocol": "v4.channel.k8s.io"}
             words = [("command", word) for word in command]
             query = urlencode([*words, ("container", container), *((name, "true") for name in ("stdin", "stdout", "stderr"))])
@@ -179,6 +179,7 @@ class KubernetesApi:
     def _open(self) -> Any:
         """Return the client of the configured cluster. Raises ``RequestRefused`` if it is not usable."""
         try:
+            import yaml  # noqa: PLC0415  a dependency of the next one
             from kubernetes import client, config  # noqa: PLC0415  an optional package that takes long to import
         except ImportError:
             raise RequestRefused(
@@ -196,7 +197,7 @@ class KubernetesApi:
             else:
                 config.load_kube_config(files, settings.context, configuration, persist_config=False)
                 self._namespace = self._namespace or _namespace_of(config.list_kube_config_contexts, files, settings.context)
-        except (config.ConfigException, OSError, ValueError, KeyError, TypeError) as error:
+        except (config.ConfigException, yaml.YAMLError, OSError, ValueError, KeyError, TypeError) as error:
             what = "there is no kubeconfig, and the service account of this pod" if is_inside else "the kubeconfig"
             hint = "check `kubernetes.context` and `kubernetes.kubeconfig` of the pool with `kubectl config get-contexts`"
             if is_inside:

@@ -93,6 +93,14 @@ def test_the_python_of_a_pod_is_shown(written: str, shown: str) -> None:
     assert any(one.endswith(f"`python3` is Python {shown}") for one in _messages(_Api(pods=pod)))
 
 
+def test_an_invalid_kubeconfig_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes")
+    (tmp_path / "config").write_text("a: [")
+    api = KubernetesApi(KubernetesSettings(kubeconfig=str(tmp_path / "config")))
+    with pytest.raises(RequestRefused, match=r"^the kubeconfig cannot be used: "):
+        api.call("GET", "/version")
+
+
 def test_inside_a_pod_the_error_names_the_service_account_instead_of_the_kubeconfig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
