@@ -350,13 +350,6 @@ def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory
         made.await_no_jobs()
 
 
-@pytest.fixture(params=["cluster", pytest.param("far_cluster", marks=pytest.mark.ssh)])
-def any_cluster(request: pytest.FixtureRequest) -> Cluster:
-    """Run the test with ``cluster``, and again with ``far_cluster``."""
-    made: Cluster = request.getfixturevalue(request.param)
-    return made
-
-
 @pytest.fixture
 def kubernetes_pool(cli: Cli, kubernetes: KubernetesCluster, request: pytest.FixtureRequest) -> Iterator[KubernetesPool]:
     """A pool ``pods``: a namespace of a real Kubernetes cluster."""
