@@ -484,7 +484,7 @@ def test_calls_that_need_an_answer_of_all_ranks_are_refused_inside_join(start_wi
         errors = {record["what"]: record["error"] for record in run.records if record["rank"] == rank}
         assert (errors["nothing"], errors["after"]) == ("", "True")
         assert all("inside join()" in errors[name] for name in ("gradients", "stop", "save"))
-        assert "under local_sgd()" in errors["local"]
+        assert "with local_sgd()" in errors["local"]
 
 
 # -- rendezvous: threads of this process act as ranks ----------------------------------------------------------------------
