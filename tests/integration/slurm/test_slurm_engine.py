@@ -269,6 +269,8 @@ def test_preemption_and_a_lost_node_end_an_allocation(slurm: Slurm, open_engine:
         reason=Reason.PREEMPTED, message=f"Slurm job {job} was preempted by another job"
     )
     wait_for_state(urgent, second, Granted)
+    # The job's own step began earlier, so it has started on n2, too: a failed start would end the job without a lost node.
+    slurm.run("srun", f"--jobid={second}", "--overlap", "-N1", "-n1", "-w", "n2", "--gres=none", "true")
     slurm.kill_node("n2")
     try:
         # Slurm would find out after SlurmdTimeout.
