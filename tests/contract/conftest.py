@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -221,7 +222,9 @@ class NodeUnderTest:
         """Close all connections and stop all attempts."""
         for link in self._links:
             link.close()
-        alive = [path.parent for path in self.root.glob("*/*/*/*/runner.json") if not (path.parent / "exit.json").exists()]
+        # Unlike `Path.glob`, this ignores directories that an agent removes at the same time.
+        states = [Path(name) for name in glob.glob(f"{self.root}/*/*/*/*/runner.json")]
+        alive = [path.parent for path in states if not (path.parent / "exit.json").exists()]
         if alive:
             names = [str(path.relative_to(self.root)) for path in alive]
             link = connect(self.transport, str(self.top), sys.executable, on_event=self.events.append)
