@@ -193,14 +193,15 @@ def _resources(requested: Mapping[str, object], pool: Pool) -> tuple[Resources, 
 
 
 def _count(key: str, value: object) -> int:
-    if not re.fullmatch(r"\d+(?:\.0+)?", str(value)):
+    number = _quantity(key, value, "a whole number, such as 4")
+    if number != int(number):
         raise ValueError(f"resources_per_node: `{key}` is {value!r}: the number of GPUs must be a whole number, such as 4")
-    return int(float(str(value)))
+    return int(number)
 
 
-def _quantity(key: str, value: object) -> float:
-    """Return the value of a Kubernetes quantity: ``4``, ``"4"``, ``0.5`` or ``"500m"``."""
+def _quantity(key: str, value: object, valid: str = "4, 0.5 or `500m`") -> float:
+    """Return the value of a Kubernetes quantity: ``4``, ``"4"``, ``0.5`` or ``"500m"``. ``valid`` is for the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", str(value))
     if match is None:
-        raise ValueError(f"resources_per_node: `{key}` is {value!r}, which is not a valid quantity: write 4, 0.5 or `500m`")
+        raise ValueError(f"resources_per_node: `{key}` is {value!r}, which is not a valid quantity: write {valid}")
     return float(match[1]) / (1000 if match[2] else 1)

@@ -236,9 +236,9 @@ class Datasets:
         if any(one.number == number for one in self.versions(name)):
             with suppress(_DamagedManifest):
                 files = self._load(name, number).files
-        self._files_of_others(name, number)
+        self._files_of_others(name, number)  # raises before anything is removed
         self._retries.call(lambda: self._store.delete(self._manifest(name, number).key))
-        shared = self._files_of_others(name, number)
+        shared = self._files_of_others(name, number)  # again: a version may have been added before the manifest was removed
         for at in sorted({number, *(one.number for one in files)}):
             data = self._data(name, at)
             found = select(data, self._retries.call(lambda data=data: self._store.find_removable(data.key)))  # type: ignore[misc]

@@ -108,6 +108,7 @@ def test_a_container_runs_its_command_on_each_node() -> None:
         ({"num_nodes": 0}, "num_nodes is 0"),
         ({"resources_per_node": {"google.com/tpu": 4}}, "distflow does not know `google.com/tpu`"),
         ({"resources_per_node": {"gpu": 0.5}}, "`gpu` is 0.5: the number of GPUs must be a whole number"),
+        ({"resources_per_node": {"gpu": "two"}}, "is not a valid quantity: write a whole number, such as 4"),
         ({"resources_per_node": {"cpu": "many"}}, "`cpu` is 'many', which is not a valid quantity"),
     ],
 )
