@@ -59,11 +59,6 @@ if Path(shutil.which("python3") or "").parent.name == "shims":
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of `contract/conftest.py`, which pytest may import later."""
-    config.addinivalue_line("markers", "transports(*names): run the test over these transports; the innermost mark counts")
-
-
 def pytest_xdist_auto_num_workers() -> int:
     """Two for each core, because most of the long tests wait for other processes, and one for Kubernetes, which waits more."""
     return 2 * len(os.sched_getaffinity(0)) + 1

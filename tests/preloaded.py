@@ -195,7 +195,7 @@ if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun", "/acc
 
 
 def write_program(folder: Path, base: Path, kind: Kind) -> Path:
-    """Return the program ``distflow``, or ``python`` for Ray or storage, in its own directory.
+    """Return the program ``distflow``, or for the other kinds ``python``, in its own directory.
 
     A fork of the server process runs it. For storage, ``python`` is the Python of a node, and only the service that transfers
     data is forked, from a process that has imported the driver for S3.

@@ -171,9 +171,17 @@ class Cli:
             messages = {group["name"]: group["message"] for group in answer["groups"]}
             raise TimeoutError(f"{error}: {workflow} is {answer['status']} {messages}") from None
 
-    def await_log(self, workflow: str, text: str, timeout: float = 120.0) -> str:
-        """Wait until the logs contain a text, and return them."""
-        return self.await_output(lambda logs: text in logs, "workflow", "logs", workflow, timeout=timeout)
+    def await_log(self, workflow: str, text: str, count: int = 1, timeout: float = 120.0) -> str:
+        """Wait until the logs contain a text ``count`` times, and return them."""
+        return self.await_output(lambda logs: logs.count(text) >= count, "workflow", "logs", workflow, timeout=timeout)
+
+    def await_event(self, workflow: str, text: str, timeout: float = 60.0) -> str:
+        """Wait until an event of a workflow contains a text, and return the events."""
+        return self.await_output(lambda events: text in events, "workflow", "events", workflow, timeout=timeout)
+
+    def await_group_message(self, workflow: str, text: str, timeout: float = 60.0) -> None:
+        """Wait until the message of the first group contains a text."""
+        self.await_record(workflow, lambda record: text in record.groups[0].message, timeout)
 
     def await_output(self, is_expected: Callable[[str], bool], *arguments: str, timeout: float = 60.0) -> str:
         """Run a command until its output is as expected, and return the output.

@@ -102,14 +102,9 @@ class Lab:
             lambda shown: all(text in shown for text in texts), "workflow", "query", workflow, timeout=timeout
         )
 
-    def await_logs(self, workflow: str, text: str, count: int, timeout: float = 60.0) -> None:
-        """Wait until the logs contain a text ``count`` times."""
-        self.cli.await_output(lambda logs: logs.count(text) >= count, "workflow", "logs", workflow, timeout=timeout)
-
     def await_abandoned_attempt_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
         """Wait until a task's abandoned attempt on a lost node has been stopped."""
-        text = f"[{task}] the abandoned attempt on"
-        self.cli.await_output(lambda events: text in events, "workflow", "events", workflow, timeout=timeout)
+        self.cli.await_event(workflow, f"[{task}] the abandoned attempt on", timeout)
 
     def await_no_processes(self, timeout: float = 60.0) -> None:
         """Wait until no process of this distflow is left on any host."""

@@ -188,7 +188,7 @@ def test_a_gang_is_adopted_from_all_of_its_nodes(lab: Lab) -> None:
     assert {name: (one["node_name"], one["pid"], one["ranks"]) for name, one in adopted.items()} == {
         name: (one["node_name"], one["pid"], one["ranks"]) for name, one in tasks.items()
     }
-    lab.await_logs(gang, "offset", 2)
+    lab.cli.await_log(gang, "offset", 2)
     go.touch()
     cli.await_status(gang, "COMPLETED")
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from distflow.testing.s3 import S3Server
-from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
 
@@ -125,7 +124,7 @@ def test_a_version_is_written_once_when_the_supervisor_is_killed(cli: Cli, s3: S
     cli.await_running(ident)
     s3.freeze()
     go.touch()
-    wait_until(lambda: "writing outputs: dataset model" in cli.query(ident)["groups"][0]["message"], 60)
+    cli.await_group_message(ident, "writing outputs: dataset model")
     cli.kill_supervisor()
     s3.thaw()
     cli.await_status(ident, "COMPLETED")

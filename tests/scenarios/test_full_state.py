@@ -127,7 +127,7 @@ def test_output_leaves_space_in_reserve_on_the_state_disk_and_supervision_contin
     ident = cli.submit(cli.spec(RUNAWAY.replace("GO", str(go))))
     cli.await_running(ident)
     words = "its printed output stays on local: this machine's disk is almost full or fails; free space here"
-    wait_until(lambda: words in cli.run("workflow", "events", ident).out, 60, "the event is recorded")
+    cli.await_event(ident, words)
     found = os.statvfs(cli.state)
     assert found.f_bavail * found.f_frsize > 2 << 20
     shown = cli.run("workflow", "query", ident)

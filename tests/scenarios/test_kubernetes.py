@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from distflow.state.directory import StateDirectory
-from distflow.state.store import Store
 from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -99,21 +97,6 @@ def _phases(pool: KubernetesPool) -> dict[str, str]:
     return {one["metadata"]["name"]: one["status"]["phase"] for one in pool.cluster.objects("pods", pool.namespace)}
 
 
-def _await_message(pool: KubernetesPool, workflow: str, text: str) -> None:
-    """Wait until the message of the group contains a text."""
-    pool.cli.await_record(workflow, lambda record: text in record.groups[0].message, 60)
-
-
-def _await_event(pool: KubernetesPool, workflow: str, text: str) -> None:
-    """Wait until an event of the workflow contains a text."""
-
-    def has_happened() -> bool:
-        with Store(StateDirectory(pool.cli.state).store) as store:
-            return any(text in event.text for event in store.events(store.find(workflow).uuid))
-
-    wait_until(has_happened, 90, f"an event contains `{text}`")
-
-
 def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing_and_reap_deletes_objects_of_ended_workflows(
     pool: KubernetesPool,
 ) -> None:
@@ -159,7 +142,7 @@ def test_a_gang_that_cannot_be_scheduled_shows_the_reason_and_ends_by_its_queue_
     cli = pool.cli
     spec = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 8s}\n", 1).replace("{cpu: 0}", "{cpu: 500}")
     workflow = cli.submit(cli.spec(spec))
-    _await_message(pool, workflow, "Insufficient cpu")
+    pool.cli.await_group_message(workflow, "Insufficient cpu")
     second = cli.submit(cli.spec(spec.replace("8s", "1h"), "second.yaml"))
     wait_until(lambda: len(pool.allocations()) == 2, 60, "both gangs wait")
     assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
@@ -290,7 +273,7 @@ def test_a_gang_waits_for_its_quota(pool: KubernetesPool) -> None:
     pool.create(quota)
     wait_until(lambda: pool.cluster.objects("resourcequotas", pool.namespace)[0].get("status", {}).get("hard"), 60, "in force")
     workflow = cli.submit(cli.spec(SPIN.replace("sleep 600", "true")))
-    _await_message(pool, workflow, "quota")
+    pool.cli.await_group_message(workflow, "quota")
     reported = ("quota `few` is used up", "quota `few` has room")  # depending on when the pod has ended
     assert any(text in cli.run("pool", "check").out for text in reported)
     pool.delete("resourcequotas", "few")
@@ -307,7 +290,7 @@ def test_pods_are_deleted_when_only_some_of_them_get_nodes(pool: KubernetesPool)
     workflow = cli.submit(cli.spec(spec))
     wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
     first = pool.allocations()
-    _await_event(pool, workflow, "only 1 of 2 pods got a node")
+    pool.cli.await_event(workflow, "only 1 of 2 pods got a node", 90)
     wait_until(lambda: first[0] not in pool.allocations(), 60, "the first pods are deleted")
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     pool.await_no_objects()
@@ -388,7 +371,7 @@ def test_a_gang_completes_although_its_supervisor_is_killed_and_the_api_server_s
     cli.await_running(workflow)  # its command starts the next supervisor
     wait_until(lambda: cli.logs(workflow).count("again") == 2, 90, "the next supervisor has the output of both tasks")
     lone_pool.cluster.stop("apiserver")
-    _await_event(lone_pool, workflow, "unreachable")
+    lone_pool.cli.await_event(workflow, "unreachable", 90)
     (shared / "late").touch()
     lone_pool.cluster.start("apiserver")
     assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"

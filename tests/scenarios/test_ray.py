@@ -26,7 +26,7 @@ workflow:
 """
 """A gang with one task, because each actor takes a second of processor time to start."""
 WHOLE_NODE = ALONE.replace("cpu: 1", "cpu: 8")
-"""A gang that needs one node, so that ``BOTH_NODES`` has to wait. It has to wait if both nodes are in use."""
+"""A gang that needs a whole node: ``BOTH_NODES`` waits for its end, and it waits if both nodes are in use."""
 ENDED = ("FAILED_BACKEND_ERROR", "FAILED", "FAILED_SERVER_ERROR", "FAILED_CANCELED", "COMPLETED")
 """Statuses of an ended workflow. Tests wait for any of them, so that a wrong end fails at once."""
 
@@ -69,7 +69,7 @@ def test_waiting_gangs_show_rays_resources_and_placement_groups_of_ended_ones_ar
     cli, cluster = ray_pool.cli, ray_pool.cluster
     first, _ = ray_pool.start(WHOLE_NODE)
     second = cli.submit(cli.spec(BOTH_NODES, "second.yaml"))
-    wait_until(lambda: "NO_RESOURCES" in cli.query(second)["groups"][0]["message"], 60, "the reason is shown")
+    cli.await_group_message(second, "NO_RESOURCES")
     assert "2 × 8 CPU; free: n" in cli.query(second)["groups"][0]["message"]
     assert len(cluster.allocations()) == 2
     assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
@@ -184,9 +184,9 @@ def test_a_killed_program_on_the_cluster_and_a_restarted_login_node_lose_nothing
     workflow, group = far_ray_pool.start(waiting_spec(cli))
     assert far_ray_pool.cluster.kill_programs() > 0
     second = cli.submit(cli.spec(WHOLE_NODE, "second.yaml"))
-    wait_until(lambda: "NO_RESOURCES" in cli.query(second)["groups"][0]["message"], 60, "the program answers again")
+    cli.await_group_message(second, "NO_RESOURCES")  # the program answers again
     login.restart()
-    wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reachable again")
+    cli.await_event(workflow, "reachable again")
     (cli.folder / "go").touch()
     assert cli.await_status(workflow, *ENDED)["status"] == "COMPLETED"
     assert (cli.logs(workflow).count("late"), far_ray_pool.group_of(workflow)) == (2, group)

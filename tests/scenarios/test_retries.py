@@ -56,7 +56,7 @@ def test_a_clock_that_is_set_back_does_not_lengthen_the_backoff(cli: Cli) -> Non
     (cli.folder / "sitecustomize.py").write_text(CLOCK_SET_BACK.format(set_back=str(set_back)))
     cli.environment["PYTHONPATH"] = str(cli.folder)
     workflow = cli.submit(flaky(cli, "4s"))
-    wait_until(lambda: "RESCHEDULED" in cli.run("workflow", "events", workflow).out, 60)
+    cli.await_event(workflow, "RESCHEDULED")
     set_back.touch()
     cli.await_status(workflow, "COMPLETED")
 

@@ -83,7 +83,7 @@ def test_a_waiting_gang_shows_slurms_reason_and_ends_by_cancel_or_its_queue_time
     cli = cluster.cli
     blocker = cluster.command("sbatch", "--parsable", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 600").strip()
     patient = cli.submit(cli.spec(SPIN_ON_BOTH_NODES))
-    wait_until(lambda: "Resources" in cli.query(patient)["groups"][0]["message"], 60, "the reason is shown")
+    cli.await_group_message(patient, "Resources")
     short = SPIN_ON_BOTH_NODES.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 3s}\n", 1)
     impatient = cli.submit(cli.spec(short, "second.yaml"))
     answer = cli.await_status(impatient, "FAILED_QUEUE_TIMEOUT")

@@ -138,10 +138,6 @@ def _events(cli: Cli, workflow: str) -> str:
     return cli.run("workflow", "events", workflow).out
 
 
-def _await_event(cli: Cli, workflow: str, text: str) -> None:
-    cli.await_output(lambda events: text in events, "workflow", "events", workflow)
-
-
 def _lose_host_before_start(lab: Lab) -> tuple[str, Sshd]:
     """Prepare all tasks of a gang, and cut off the host of its master. Return the workflow and this host."""
     cli = lab.cli
@@ -153,13 +149,13 @@ def _lose_host_before_start(lab: Lab) -> tuple[str, Sshd]:
     )
     receiver = lab.servers[receiving]
     receiver.freeze()
-    _await_event(cli, workflow, "has its nodes")
+    cli.await_event(workflow, "has its nodes")
     lost = lab.servers[cli.tasks(workflow)["master"]["node_name"]]
-    _await_event(cli, workflow, "[master] ready to start")
+    cli.await_event(workflow, "[master] ready to start")
     lost.freeze()
     lab.await_message(workflow, f"{lost.alias} has been unreachable since", "INITIALIZING")
     receiver.thaw()
-    _await_event(cli, workflow, "[worker] ready to start")
+    cli.await_event(workflow, "[worker] ready to start")
     return workflow, lost
 
 

@@ -47,7 +47,7 @@ def test_stacks_name_the_rank_that_is_in_another_function(lab: Lab) -> None:
     cli: Cli = lab.cli
     workflow = cli.submit(cli.spec(HANGS))
     cli.await_running(workflow)
-    lab.await_logs(workflow, "there", 4)
+    lab.cli.await_log(workflow, "there", 4)
     done = cli.run("workflow", "stacks", workflow)
     assert done.code == 0, done.err
     assert "3 processes here: master on " in done.out
@@ -83,7 +83,7 @@ def test_a_gang_that_may_hang_is_reported_and_not_ended(cli: Cli) -> None:
     workflow = cli.submit(cli.spec(SILENT.replace("GO", str(go))))
     message = "one-group: may hang: no task has printed anything or sent a heartbeat for 2 s (hang_timeout); "
     message += "to show the stacks of its processes: "
-    wait_until(lambda: message in cli.run("workflow", "events", workflow).out, 60)
+    cli.await_event(workflow, message)
     assert "may hang" in cli.run("workflow", "query", workflow).out
     go.touch()
     cli.await_status(workflow, "COMPLETED")
@@ -118,7 +118,7 @@ def test_a_heartbeat_prevents_the_report_of_a_hang_until_it_stops(cli: Cli) -> N
     # The task has printed nothing for 10 s, and `hang_timeout` is 6 s.
     assert "may hang" not in cli.run("workflow", "events", workflow).out
     assert cli.logs(workflow) == ""
-    wait_until(lambda: "may hang" in cli.run("workflow", "events", workflow).out, 60)
+    cli.await_event(workflow, "may hang")
     assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
 
 

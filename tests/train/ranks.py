@@ -37,7 +37,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-class LocalSGD(torch.optim.SGD):
+class SGDOfParts(torch.optim.SGD):
     """SGD that changes this rank's parts of the parameters, without operations on DTensors."""
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class LocalSGD(torch.optim.SGD):
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     # On a mesh with three axes, torch takes 0.1 s for each operation on DTensors of one shape. Plain SGD has the fewest
     # operations. With 4 ranks, "replicas × tp" has such a mesh and torch's SGD.
-    kind = LocalSGD if dist.get_world_size() == 8 else torch.optim.SGD
+    kind = SGDOfParts if dist.get_world_size() == 8 else torch.optim.SGD
     return kind(model.parameters(), lr=0.2)
 
 
