@@ -64,75 +64,82 @@ def pytest_xdist_auto_num_workers() -> int:
     return 2 * len(os.sched_getaffinity(0)) + 1
 
 
-_LONG = (
-    "tests/scenarios/test_slurm.py::test_a_controller_that_is_away",
-    "tests/scenarios/test_ssh_networks.py::test_four_tasks_lose_nothing",
-    "tests/train/test_strategies.py::test_ranks_train_as_one_process_does[2-ddp]",
-    "tests/train/test_strategies.py::test_ranks_train_as_one_process_does[4-ddp]",
-    "tests/scenarios/test_resume.py",
-    "tests/scenarios/test_slurm.py::test_a_preempted_gang",
-    "tests/chaos/test_slurm.py",
-    "tests/scenarios/test_slurm.py::test_a_killed_resident",
-    "tests/scenarios/test_strategies.py",
-    "tests/test_docs.py::test_commands_print_what_the_page_shows[training.md]",
-    "tests/scenarios/test_containers.py::test_two_containers_train_as_one_world",
-    "tests/scenarios/test_ssh.py::test_a_training_spec",
-    "tests/scenarios/test_ssh.py::test_the_pipeline",
-    "tests/scenarios/test_why.py::test_a_rank_that_is_killed_is_named_with_its_process",
-    "tests/scenarios/test_ssh_faults.py",
-    "tests/contract/test_silence.py::test_services_of_a_silent_connection_end",
-    "tests/test_docs.py::test_commands_do_on_ssh_hosts_what_the_page_shows",
-    "tests/scenarios/test_diagnose.py",
-    "tests/scenarios/test_frameworks.py",
-    "tests/integration/torch",
-    "tests/scenarios/test_launchers.py",
-    "tests/scenarios/test_datasets.py",
-    "tests/scenarios/test_containers.py",
-    "tests/chaos/test_scale.py::test_three_thousand_nodes",
+_WAITING = (
     "tests/scenarios/test_ssh_networks.py",
-    "tests/integration/slurm/test_many_jobs.py",
     "tests/scenarios/test_slurm_faults.py",
     "tests/scenarios/test_slurm.py",
+    "tests/contract/test_silence.py",
+    "tests/scenarios/test_diagnose.py",
+    "tests/scenarios/test_ssh_faults.py",
+    "tests/scenarios/test_resume.py::test_a_run_with",
+    "tests/integration/slurm/test_many_jobs.py",
+    "tests/chaos/test_slurm.py",
+    "tests/scenarios/test_containers.py",
+    "tests/scenarios/test_stacks.py",
+    "tests/scenarios/test_faults.py",
+    "tests/scenarios/test_retries.py",
+    "tests/train/test_diagnose.py",
+    "tests/contract/test_resident.py",
+    "tests/contract/test_allocations.py",
+    "tests/scenarios/test_full_state.py",
+    "tests/integration/torch",
+    "tests/train/test_world.py::test_a_stuck_collective",
+    "tests/scenarios/test_rsync_daemon.py",
+    "tests/integration/ssh/test_links.py",
 )
-"""Tests that take 20 s and more on two cores, the longest first."""
+"""Tests that mostly wait: for timeouts, or for processes on hosts. The longest come first."""
+_COMPUTING = (
+    "tests/train/test_strategies.py::test_ranks_train",
+    "tests/scenarios/test_resume.py",
+    "tests/scenarios/test_frameworks.py",
+    "tests/scenarios/test_venvs.py",
+    "tests/scenarios/test_ui.py",
+    "tests/scenarios/test_why.py",
+    "tests/train",
+    "tests/test_docs.py",
+    "tests/scenarios",
+)
+"""Other tests that take long, and mostly compute. The longest come first."""
 _CLUSTERS = {
     "kubernetes_cluster": re.compile(
         r"^tests/(chaos|contract|integration|scenarios)/(.*\[(pods|kubernetes)\b|.*test_kubernetes\.py|kubernetes/)"
     ),
     "ray_cluster": re.compile(r"^tests/(chaos|contract|scenarios)/(.*\[ray\b|test_ray\.py|test_engines\.py::test_the_same)"),
 }
-"""Fixtures of clusters. Each pattern matches the ids of the tests that share the cluster."""
+"""Fixtures of clusters. Each pattern matches the ids of the tests that one worker runs with the cluster."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests so that each worker of pytest-xdist has its long tests in the first half of its part of the list.
+    """Order the tests so that some workers of pytest-xdist begin with tests that wait, and others with tests that compute.
 
-    Short tests are between them, because most long tests wait: while one worker waits, another one computes. A worker that is
-    done takes tests from the end of another part. The first workers begin with all tests of one cluster each: tests that stop
-    parts of a cluster wait for its other tests, and each worker would need 12 s of processor time to start a Ray cluster.
+    Each worker gets an equal part of the list, and a worker that is done takes tests from the end of another part. The first
+    parts begin with all tests of one cluster each: tests that stop parts of a cluster wait for its other tests, and each worker
+    would need 12 s of processor time to start a Ray cluster.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     of_clusters = [[item for item in items if pattern.search(item.nodeid)] for pattern in _CLUSTERS.values()]
-    clustered = {item for part in of_clusters for item in part}
-    ranks = {
-        item: next((rank for rank, name in enumerate(_LONG) if item.nodeid.startswith(name)), len(_LONG))
-        for item in items
-        if item not in clustered
-    }
-    if not clustered:  # in `make check`, tests that wait for processes run while others compute
-        ranks |= {item: len(_LONG) - 1 for item in items if item.nodeid.startswith("tests/contract/")}
-    long = sorted((item for item, rank in ranks.items() if rank < len(_LONG)), key=ranks.__getitem__)
-    rest = iter([item for item, rank in ranks.items() if rank == len(_LONG)])
-    size, free = len(items) // workers, workers - len(of_clusters)
-    parts = [*of_clusters, *(long[worker::free] for worker in range(free))] if free > 0 else [sum(of_clusters, long)]
-    items.clear()
-    for number, part in enumerate(parts):
-        short = max(0, size - len(part))
-        between = 0 if number < len(of_clusters) else short // (2 * len(part) + 1)
-        for item in part:
-            items += [item, *itertools.islice(rest, between)]
-        items += itertools.islice(rest, short - between * len(part))
-    items += rest
+    # The test that needs several clusters comes last, when no other test stops parts of the second cluster.
+    of_clusters = [sorted(part, key=lambda item: "test_the_same" in item.nodeid) for part in of_clusters if part]
+    taken = {item for part in of_clusters for item in part}
+    # In `make check`, contract tests are the ones that wait.
+    waiting_names = _WAITING if of_clusters else ("tests/contract/",)
+    waiting = [item for item in items if item not in taken and item.nodeid.startswith(waiting_names)]
+    taken.update(waiting)
+    computing = [item for item in items if item not in taken]
+    waiting.sort(key=lambda item: _rank(item, waiting_names))
+    computing.sort(key=lambda item: _rank(item, _COMPUTING))
+    free = max(1, workers - len(of_clusters))
+    lanes = (free + 1) // 2
+    parts = [*of_clusters, *(waiting[lane::lanes] for lane in range(lanes))]
+    size, rest = len(items) // workers, iter(computing)
+    own = [list(itertools.islice(rest, size)) for _ in range(workers - len(parts))]
+    for part in reversed(parts):
+        part.extend(itertools.islice(rest, max(0, size - len(part))))
+    items[:] = [item for part in (*parts, *own) for item in part] + list(rest)
+
+
+def _rank(item: pytest.Item, names: tuple[str, ...]) -> int:
+    return next((rank for rank, name in enumerate(names) if item.nodeid.startswith(name)), len(names))
 
 
 def pytest_collection_finish() -> None:
@@ -145,11 +152,12 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Stop a cluster when the next test does not need it, because even an idle cluster takes processor time."""
+    found: Any = item  # pytest has no public way to end a fixture before its scope ends
     for name, pattern in _CLUSTERS.items():
-        if pattern.search(item.nodeid) and (nextitem is None or not pattern.search(nextitem.nodeid)):
-            found: Any = item  # pytest has no public way to end a fixture before its scope ends
+        if nextitem is None or not pattern.search(nextitem.nodeid):
             for fixture in found.session._fixturemanager.getfixturedefs(name, item):
-                fixture.finish(found._request)
+                if fixture.cached_result is not None:
+                    fixture.finish(found._request)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from contract.conftest import NodeUnderTest, processes_with
 from distflow.backends.machines.connection import stream
 from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, SourceArchive, open_service, service_argv
 from distflow.backends.machines.connection.transfers import Blob, fetch_output, send_blobs
+from distflow.errors import StateError
 from distflow.runtime.processes import is_alive, read_process
 from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import REQUEST
@@ -118,5 +119,5 @@ def test_a_blob_that_became_shorter_is_an_error(local_node: NodeUnderTest, tmp_p
     path = tmp_path / "blob"
     path.write_bytes(b"short")
     blob = Blob(digest="0" * 64, path=path, size=1000, name="a file")
-    with pytest.raises(OSError, match="the file was truncated"):
+    with pytest.raises(StateError, match="the copy of `a file` in the state directory became shorter"):
         send_blobs(local_node.transport, str(local_node.top), sys.executable, [blob], timeout_s=60)

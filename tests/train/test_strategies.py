@@ -105,7 +105,7 @@ def test_sequence_parallel_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     found = worlds[2]["sequence parts"]
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
     too_odd, by_name = found["errors"]
-    assert "pad sequences of length 7 to a multiple of tp's 2 ranks" in too_odd
+    assert "the sequence length 7 is not a multiple of the 2 ranks of the axis tp: pad the sequences" in too_odd
     assert "Block got 0 positional arguments, but needs exactly one" in by_name
 
 
@@ -172,7 +172,7 @@ def test_modules_with_buffers_and_children_are_initialized_equally_on_all_ranks(
     ("name", "message"),
     [
         ("bare", "modules without these methods: 1"),
-        ("tied", "`0.weight` (stage 0) and `1.weight` (stage 1) are tied"),
+        ("tied", "`0.weight` (stage 1) and `1.weight` (stage 2) are tied"),
         ("partly", "only partly on the meta device: 1.weight is not"),
         ("forgotten", "0 (_Scale) does not initialize its tensor table"),
         ("traced", "a model on the meta device cannot be traced"),
@@ -194,7 +194,7 @@ def test_the_strategy_of_parallelize_applies_to_data_and_passes_too(worlds: Worl
 
 def test_changed_shares_are_reported(worlds: Worlds) -> None:
     found = worlds[4]["calls without a plan"]
-    assert "made for share 0 of 4, but this rank's is 0 of 2 now: make it after init() and parallelize()" in found["early"]
+    assert "made for data rank 0 of 4, but this is 0 of 2 now: make it after init() and parallelize()" in found["early"]
     assert found["explicit"] == 8
     assert found["with a frozen model"] == [0, 2]
     (warning,) = found["warnings"]

@@ -2,8 +2,8 @@
 
 distflow sends this file to the nodes. It does not import distflow, which the nodes may not have. Its directory there also
 contains ``function.pkl`` (the function with its arguments), ``function.json`` (the Python that pickled it, and directories for
-``sys.path``), and the version of ``cloudpickle`` that wrote the pickle. The result is a file in the task's output. It is a
-pickle of one of these mappings:
+``sys.path``), and a copy of the package ``cloudpickle`` that wrote the pickle. The result is a file in the task's output. It
+is a pickle of one of these mappings:
 
 * ``{"value": bytes}``, the pickled return value
 * ``{"error": bytes, "traceback": str, "name": str}``: the pickled exception (empty if it cannot be pickled), its traceback, and

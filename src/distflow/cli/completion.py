@@ -128,7 +128,7 @@ def complete_pool(client: Client, params: Mapping[str, Any]) -> Iterable[str]:  
 
 @_completer
 def complete_node(client: Client, params: Mapping[str, Any]) -> Iterable[str]:
-    """Complete the name of a node of the pools on the command line, or else of all pools and the hostfile."""
+    """Complete the name of a node of the named pools, or else of all pools. With a hostfile, also of its hosts."""
     from distflow.client.completion import node_names
 
     pools = params.get("pool") or ()

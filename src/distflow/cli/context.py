@@ -45,7 +45,11 @@ WorkflowArgument = Annotated[
 ]
 WorkflowsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="ID...", help="The ids, uuids or names of workflows.", autocompletion=complete_workflow),
+    typer.Argument(
+        metavar="ID...",
+        help="The ids or uuids of workflows, names for their latest runs, or - for the latest workflow.",
+        autocompletion=complete_workflow,
+    ),
 ]
 
 

@@ -26,7 +26,7 @@ from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.process import SupervisorLock, is_running
 from distflow.supervisor.workflow_copies import (
-    COPIES,
+    MAX_COPIES,
     AdoptedAttempt,
     Rebuilt,
     WorkflowCopy,
@@ -40,7 +40,7 @@ from distflow.supervisor.workflow_copies import (
 __all__ = ["AdoptableWorkflow", "AdoptedWorkflow", "Adoption", "adopt"]
 
 _NO_RECORD = (
-    f"no node that answered has a copy of its record. Only the nodes of the first {COPIES} tasks of each group keep one: "
+    f"no node that answered has a copy of its record. Only the nodes of the first {MAX_COPIES} tasks of each group keep one: "
     "search these nodes too. If they have none, its submission was incomplete, or an old version of distflow submitted it"
 )
 
@@ -153,7 +153,7 @@ def _trusted(found: list[AdoptableWorkflow], *, trust: bool) -> tuple[list[Adopt
     """Separate the workflows to adopt from those that are refused.
 
     A node could have forged a record that the key of this state directory did not sign. Without ``trust``, such a record is
-    refused if this machine would write the outputs of the workflow (``output_urls``).
+    refused if outputs or checkpoints would be written with this user's permissions or SSH keys (``output_urls``).
     """
     trusted, refused = [], []
     for one in found:
@@ -196,7 +196,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableW
                 )
                 attempts.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(attempt)
             try:
-                copy, is_own = read_copy(workflow.memo, secrets) if workflow.memo else (None, False)
+                copy, is_own = read_copy(workflow.copy, secrets) if workflow.copy else (None, False)
                 if copy is not None and copy.record.uuid == workflow.uuid:
                     copies.setdefault(workflow.uuid, []).append((answer.pool, copy, is_own))
                 elif workflow.attempts:

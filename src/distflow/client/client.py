@@ -145,7 +145,8 @@ class Client:
 
         Args:
             profile: Whether the preferred pool of the user's profile replaces the configured default pool.
-            names_only: Whether only the names of pools and nodes are used. Other values are not checked, which is faster.
+            names_only: Whether only the names of pools and nodes are used. The check against the schema is omitted, which is
+                faster, so other values may be invalid.
 
         Raises:
             InputError: if the client has no ``folder`` and the working directory no longer exists, or if another user could

@@ -84,7 +84,7 @@ def _normalized(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-# The patterns are not compiled, because most text is printable and needs neither.
+# `ESCAPES` and `_CONTROLS` are not compiled at import, because most text is printable and needs neither.
 ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
 """Matches one escape sequence of a terminal."""
 # Control characters, and characters that change the order in which a terminal shows text.

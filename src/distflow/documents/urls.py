@@ -98,8 +98,9 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
             raise InputError(f"distflow has no driver for `{scheme}://`", hint=_NO_DRIVER)
         near = did_you_mean(scheme, _SCHEMES, what="schemes")
         raise InputError(f"distflow does not support the scheme `{scheme}://`", hint=near)
-    if any(ord(character) < 32 or ord(character) == 127 for character in text):
-        raise InputError(f"`{_without_secrets(text)}` contains a control character", hint="remove it")
+    if control := re.search(r"[\x00-\x1f\x7f]", text):
+        what = f"contains the control character U+{ord(control.group()):04X} at position {control.start() + 1}"
+        raise InputError(f"`{_without_secrets(text)}` {what}", hint="remove it")
     if writes and scheme in READ_ONLY:
         raise InputError(f"`{scheme}://` can only be read", hint="write to s3://, gs://, az://, azure://, sftp:// or file://")
     if scheme == "file":

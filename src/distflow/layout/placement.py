@@ -336,7 +336,7 @@ def _place_on_labels(
         if best is None or len(found) < len(best):
             best = found
     if best is None:
-        raise AssertionError("every key has a value")
+        raise AssertionError("a requested topology key has no value on any node")
     return best
 
 

@@ -1,8 +1,8 @@
 """Tables of states, reasons, allowed transitions and the statuses that people see. Also dependencies between groups.
 
 The few states are the phases of a run, and the many reasons explain its end. A *status* combines both into one word, such as
-``FAILED_UPSTREAM``. NVIDIA OSMO has the same statuses, except ``STOPPING``. A test checks that each table has an entry for
-every member of its enum.
+``FAILED_UPSTREAM``. All statuses except ``STOPPING`` are also statuses of NVIDIA OSMO. A test checks that each table has an
+entry for every member of its enum.
 """
 
 from __future__ import annotations

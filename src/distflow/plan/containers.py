@@ -70,8 +70,8 @@ def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Proble
 
 def _ignored_keys(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
     if task.image is not None:
-        message = "`image` is ignored on nodes with `container: none`: tasks run on the node's own Python"
-        hint = "install its software on the nodes, or set `container` of the pool to docker, podman or apptainer"
+        message = "`image` is ignored on nodes with `container: none`: tasks run directly on the node"
+        hint = "install the software of the image on the nodes, or set `container` to auto, docker, podman or apptainer"
         yield "image", Problem(where=task.image.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     moved = next((text for text in task.mounts if _changes_path(text.value)), None)
     if moved is not None:

@@ -1,4 +1,4 @@
-"""Find and load the configuration, and measure this machine for pools with ``backend: local``.
+"""Find and load the configuration, and detect this machine's resources for pools with ``backend: local``.
 
 The configuration is ``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the
 home directory; outside of both, only in the working directory), else in the user's configuration directory.
@@ -81,7 +81,8 @@ def load_configuration(
 ) -> Configuration:
     """Return the configuration for ``cwd``. Raises ``ProblemsFound``, and ``InputError`` as ``find_configuration`` does.
 
-    With ``names_only``, which is faster, only the names of pools and nodes can be used: other values are not checked.
+    ``names_only`` omits the check against the schema, which is faster. Then only the names of pools and nodes may be used,
+    because other values may be invalid.
     """
     machine = machine or this_machine()
     root = _default_root(environ)
@@ -93,7 +94,7 @@ def load_configuration(
 
 
 def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the path of the configuration for ``cwd``, or ``None``. The file in ``DISTFLOW_CONFIG`` need not exist.
+    """Return the path of the configuration for ``cwd``, or ``None``. The file that ``DISTFLOW_CONFIG`` names need not exist.
 
     Raises ``InputError`` for a found file that another user could have written.
     """
@@ -375,7 +376,7 @@ def _pod_node() -> Node:
 
 
 def _base_node(pool: View, base: Node | None = None) -> Node:
-    """Return the settings that a node without its own keys gets from the pool; ``base`` are the default settings."""
+    """Return the settings that a node without its own keys gets from the pool; ``base`` has the default settings."""
     return _parse_node(pool, None, base or ssh_node())
 
 
@@ -432,7 +433,7 @@ _CONTAINERS: Mapping[str, ContainerRuntime] = MappingProxyType(
     {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman", "apptainer": "apptainer"}
 )
 _POOL_KEYS = ("root", "python", "setup", "lease_dir", "container")
-"""Keys of a node that a pool may also have, in addition to ``environment`` and keys with true or false."""
+"""Keys of a node that a pool may also have, in addition to ``environment`` and boolean keys."""
 
 
 def _remote_directory(layers: Sequence[View], key: str, value: str | None) -> str | None:

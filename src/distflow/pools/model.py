@@ -71,7 +71,7 @@ class Node(Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Variables for every task on the node. Variables of the spec override them."""
     container: ContainerRuntime = "none"
-    """The runtime for the image of a task. With ``none``, tasks run on the node's own Python, and their image is ignored."""
+    """The runtime for the image of a task. With ``none``, tasks run directly on the node, and their image is ignored."""
     enforce_limits: bool = True
     """Whether to stop a task that uses more memory than it requested, and to limit the CPUs of a task in a container."""
     setup: str | None = None

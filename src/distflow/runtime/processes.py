@@ -51,7 +51,7 @@ _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 class Process(NamedTuple):
-    """Fields of /proc/PID/stat. ``start`` is in clock ticks since boot; ``pid`` and ``start`` are unique within a boot."""
+    """Fields of /proc/PID/stat. ``start`` is in clock ticks since boot. The pair of pid and start is unique within a boot."""
 
     pid: int
     ppid: int

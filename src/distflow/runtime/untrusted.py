@@ -59,7 +59,7 @@ def _check_depth(encoded: bytes, max_depth: int) -> None:
 
 def _integer(text: str) -> int:
     if len(text) > 20 or not -_INT64 <= int(text) < _INT64:
-        raise ValueError("a number of the JSON document does not fit into 64 bits")
+        raise ValueError("a number of the JSON document does not fit into a signed 64-bit integer")
     return int(text)
 
 

@@ -17,7 +17,7 @@ __all__ = ["MAX_LINE", "Json", "LineReader", "OpError", "OutQueue", "encode"]
 Json = Dict[str, Any]
 
 MAX_LINE = 64 * 1024 * 1024
-"""Maximum size of a message in bytes. It is large because a ``prepare`` request contains texts of files."""
+"""Maximum size of a message in bytes. It is large because a ``prepare`` request contains the contents of files."""
 
 
 class OpError(Exception):

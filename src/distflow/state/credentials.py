@@ -103,7 +103,7 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
         return kept
     endpoint = payload["endpoint"].reveal().rstrip("/")
     if not _PROFILE.fullmatch(endpoint):
-        raise InputError("`endpoint` is not the beginning of a storage URL", hint=f"write {_PROFILES}, without a path")
+        raise InputError("`endpoint` is not the beginning of a storage URL", hint=f"write {_PROFILES}, and nothing after it")
     kept["endpoint"] = Secret(endpoint)
     if "override_url" in payload and not re.match(r"https?://[^/\s]+", payload["override_url"].reveal()):
         raise InputError(

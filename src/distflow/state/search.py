@@ -58,14 +58,14 @@ def label_globs(selector: str) -> tuple[str, ...]:
     ('train-*', 'eval-*')
     """
     if len(selector.encode()) > _MOST_BYTES:
-        raise ValueError(f"the pattern is longer than {_MOST_BYTES} bytes")
+        raise ValueError(f"use a shorter pattern: it is longer than {_MOST_BYTES} bytes")
     if not re.fullmatch(_SELECTOR, selector):
         raise ValueError("use letters, digits, `-`, `_`, `.`, `*` and alternatives such as `(a|b)`, which cannot be nested")
     globs = [""]
     for several, text in re.findall(_PARTS, selector):
         globs = [before + one for before in globs for one in (several.split("|") if several else [text])]
         if len(globs) > _MOST_GLOBS:
-            raise ValueError(f"it expands to more than {_MOST_GLOBS} patterns")
+            raise ValueError(f"use fewer alternatives: it expands to more than {_MOST_GLOBS} patterns")
     return tuple(globs)
 
 

@@ -53,8 +53,8 @@ def remove_secrets(folder: Path, workflow: str) -> None:
 def gang_token(folder: Path, gang: str) -> Secret:
     """Return the token of an attempt of a gang (``<workflow uuid>/<group>/<attempt>``): the same at every call.
 
-    The token is an HMAC (RFC 2104) of the gang. Its key is in ``folder``, and is created if it does not exist. It is not valid
-    for any other gang or attempt.
+    The token is an HMAC (RFC 2104) of the gang, so it is not valid for any other gang or attempt. Its key is in ``folder``, and
+    is created if it does not exist.
     """
     return Secret(hmac.new(_key(folder), gang.encode(), hashlib.sha256).hexdigest())
 
@@ -89,9 +89,10 @@ def _key(folder: Path) -> bytes:
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:
-    """Remove the secrets that a killed submit or supervisor left: of workflows that have ended, and of old ones never stored.
+    """Remove secrets that a killed submit or supervisor left behind.
 
-    Old temporary files of ``write_private`` are removed, too. Old means one hour.
+    These are the secrets of ended workflows, and files older than one hour: secrets of workflows that were never stored, and
+    temporary files of ``write_private``.
     """
     # List the files first, so that they do not include files of workflows that are submitted in the meantime.
     files = [*folder.glob("*.json"), *folder.glob(".new-*")]

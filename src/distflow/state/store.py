@@ -1,6 +1,6 @@
 """The store: one SQLite file (WAL) with workflows, groups and an append-only list of events.
 
-Submission inserts workflows, ``request_cancel`` writes to a separate table, and the supervisor that holds the lock saves
+``submit`` inserts workflows, ``request_cancel`` writes to a separate table, and the supervisor that holds the lock saves
 progress, so that writers do not undo each other's changes. Readers do not wait for writers.
 
 Records of older versions of distflow can be read. In records of newer versions, unknown fields are ignored. The schema is
@@ -117,7 +117,7 @@ class Store:
        ``keep_number`` may leave gaps.
     3. ``save`` writes records and their events together.
     4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. ``document``, ``plan`` and
-       ``pool`` must be called with the uuid of a stored workflow, and ``document`` with a kind that it names.
+       ``pool`` must be called with the uuid of a stored workflow, and ``document`` with the kind ``template`` or ``spec``.
     5. If the file cannot be written, reading still works, and every method that writes raises ``StateError``.
     """
 
@@ -195,7 +195,7 @@ class Store:
         return record
 
     def save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notices: Iterable[Notice] = ()) -> None:
-        """Write the progress of workflows together with its events and notifications.
+        """Write the progress of workflows together with their events and notifications.
 
         Only the supervisor may call this.
 
@@ -233,7 +233,7 @@ class Store:
             self._write_events([event])
 
     def request_cancel(self, workflow: str, request: CancelRequest, event: EventRecord) -> None:
-        """Record a user's request to cancel this workflow (uuid). A later request never revokes an earlier force."""
+        """Record a user's request to cancel this workflow (uuid). An earlier ``force`` stays in effect."""
         with self._transaction():
             row = self._db.execute("SELECT record FROM cancels WHERE workflow = ?", (workflow,)).fetchone()
             request = request.after(decode(row[0], CancelRequest)) if row else request
@@ -327,7 +327,7 @@ class Store:
         return str(row[0])
 
     def folder(self, workflow: str) -> str | None:
-        """Return the directory that had the spec of a workflow (uuid) at its submission; ``None`` if it was not recorded."""
+        """Return the base directory of a workflow's (uuid) ``localpath`` entries; ``None`` if it was not recorded."""
         with self._errors():
             row = self._db.execute("SELECT folder FROM documents WHERE workflow = ?", (workflow,)).fetchone()
         return None if row is None else row[0]
@@ -375,7 +375,7 @@ class Store:
             return convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
 
     def retention(self, workflow: str) -> Retention:
-        """Return how long the files of a workflow are kept, without importing the rest of its pool."""
+        """Return the settings of a workflow's pool that decide how long its files are kept, without decoding the others."""
         with self._errors():
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             return decode(row[0], Retention)

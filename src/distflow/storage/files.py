@@ -59,6 +59,8 @@ def find_sources(
                 if pattern is not None and not pattern.match(one.name):
                     continue
                 if one.name in found:
+                    if found[one.name].path == one.path:
+                        raise StorageError(f"{one.path} is named twice", hint="name it once")
                     raise StorageError(
                         f"{found[one.name].path} and {one.path} would both be uploaded as `{one.name}`",
                         hint="rename one, or upload them to different URLs; the second would replace the first",
@@ -304,9 +306,8 @@ def _open_real_directory(name: str, inside: int, path: str) -> int:
     try:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=inside)
     except NotADirectoryError:
-        raise StorageError(
-            f"{path} is not removed: `{name}` in its path is no longer a directory", hint="run the command again"
-        ) from None
+        what = f"cannot remove {path}: a link or a file has replaced the directory `{name}`"
+        raise StorageError(what, hint="find out who replaced it, then run the command again") from None
 
 
 def _is_removable(found: os.stat_result) -> bool:

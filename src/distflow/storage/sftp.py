@@ -147,8 +147,8 @@ class SftpStore:
             while key.startswith(f"{top}/") and folder != top:
                 if stat.S_ISLNK(client.lstat(_path(folder)).st_mode):
                     raise StorageError(
-                        f"{self._url.shown(key)} is not removed: {self._url.shown(folder)} is no longer a directory",
-                        hint="run the command again",
+                        f"cannot remove {self._url.shown(key)}: a link has replaced the directory {self._url.shown(folder)}",
+                        hint="find out who replaced it, then run the command again",
                     )
                 folder = posixpath.dirname(folder)
             client.remove(path)

@@ -240,7 +240,7 @@ def unpacked(archive: Path, scratch: Path) -> Iterator[Path]:
                 with archive.open("rb") as source:
                     unpack(source, os.fspath(scratch), compressed=False)
         except OpError as error:
-            raise StorageError(f"the output cannot be unpacked: {error}") from error
+            raise StorageError(f"cannot unpack the archive {archive} of an output: {error}") from error
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Transfers between local files and a store: find, download, upload and delete, several objects at once.
 
-A downloaded file gets its name only when it is complete and has the right checksum, if one is known. Where the store has
-checksums, an upload does not send a file whose content is at its destination already, and a download with ``resume`` keeps
-complete files.
+A downloaded file gets its name only when it is complete and has the right checksum, if one is known. If the store has
+checksums, an upload skips files whose content is already at the destination. A download with ``resume`` keeps complete files
+if the store or the caller's ``checksums`` can prove that they are complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from distflow.documents.urls import StorageUrl
 from distflow.errors import StorageError, StorageUnreachable
@@ -246,22 +246,22 @@ class _Download:
     def _verify(self) -> None:
         size = self._part.stat().st_size
         if size != self._entry.size:
-            self._retry(f"received {size:,} of {self._entry.size:,} bytes", keep=size < self._entry.size)
+            self._raise_retryable(f"received {size:,} of {self._entry.size:,} bytes", keep=size < self._entry.size)
         if not has_content(self._part, self._entry):
-            # The store's listing may lack the checksum, or have another value. Request this object's checksum.
+            # The checksum of the listing may be missing or outdated, so request the checksum of this object.
             now = self._store.stat(self._entry.key)
             if now.tag != self._entry.tag or now.size != self._entry.size:
-                self._retry("it was changed during the download", keep=False)
+                self._raise_retryable("it was changed during the download", keep=False)
             if has_content(self._part, now) is False:
-                self._retry("the downloaded content does not have the checksum of the store", keep=False)
+                self._raise_retryable("the downloaded content does not have the checksum of the store", keep=False)
         if self._sha256 and sha256(self._part) != self._sha256:
             self.discard()
             raise StorageError(
-                f"{self._shown} was changed since it was uploaded: its SHA-256 differs",
+                f"{self._shown} has changed since it was uploaded: its SHA-256 is different",
                 hint="upload the files as a new version",
             )
 
-    def _retry(self, why: str, *, keep: bool) -> None:
+    def _raise_retryable(self, why: str, *, keep: bool) -> NoReturn:
         if not keep:
             self._part.unlink(missing_ok=True)
         raise StorageUnreachable(f"{self._shown}: {why}")

@@ -94,7 +94,9 @@ class WebStore:
         """Do nothing: each request has its own connection."""
 
     def _read_only(self) -> InputError:
-        return InputError(f"{self._url}: {self._url.scheme}:// can only be read")
+        return InputError(
+            f"cannot write to {self._url}: web servers can only be read", hint="use storage such as s3:// or sftp://"
+        )
 
     @contextlib.contextmanager
     def _get(self, headers: dict[str, str]) -> Iterator[Any]:

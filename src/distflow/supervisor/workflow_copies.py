@@ -14,6 +14,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from distflow.documents.text import plain
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State
@@ -31,7 +32,7 @@ from distflow.supervisor.observations import end_unstarted
 from distflow.supervisor.snapshot import StoredWorkflow
 
 __all__ = [
-    "COPIES",
+    "MAX_COPIES",
     "AdoptedAttempt",
     "Rebuilt",
     "WorkflowCopy",
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-COPIES = 8
+MAX_COPIES = 8
 """The maximum number of tasks of a gang that get a copy. Each copy names all tasks, so copies for all would be too large."""
 
 _LONGEST: Final = 64 << 20
@@ -67,12 +68,12 @@ class WorkflowCopy(Struct, frozen=True, kw_only=True):
 
 
 def encode_copy(workflow: StoredWorkflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
-    """Return the copy to send with a task's ``prepare``; empty for tasks after the first ``COPIES`` of a gang.
+    """Return the copy to send with a task's ``prepare``; empty for tasks after the first ``MAX_COPIES`` of a gang.
 
     It is signed with the key in the directory ``secrets``. Raises ``StateError`` if that key cannot be used.
     """
     record = workflow.record
-    if command.key.task not in [task.name for task in record.group(command.key.group).tasks[:COPIES]]:
+    if command.key.task not in [task.name for task in record.group(command.key.group).tasks[:MAX_COPIES]]:
         return ""
     template, spec = store.document(record.uuid, "template"), store.document(record.uuid, "spec")
     text = encode(WorkflowCopy(record=record, plan=workflow.plan, template=template, spec=spec, host=host)).decode()
@@ -98,9 +99,10 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
 
 
 def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
-    """Return the URLs of a workflow's outputs: first those that this machine would write, then all others.
+    """Return the URLs of a workflow's outputs and of its checkpoints that are not shared, in two lists.
 
-    The former are ``file://`` and ``sftp://`` URLs, and URLs that cannot be parsed.
+    The first list has ``file://`` and ``sftp://`` URLs, which are written with this user's permissions and SSH keys, and URLs
+    that cannot be parsed. The second list has all others.
     """
     here: set[str] = set()
     stores: set[str] = set()
@@ -128,14 +130,18 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     _match(_NAME, "name of a workflow, group or task", names)
     for uuid in (record.uuid, *(group.kept.uuid for group in record.groups if group.kept is not None)):
         if not is_uuid(uuid):
-            raise ValueError(f"{uuid[:_SHOWN]!r} is not a uuid")
+            raise ValueError(f"`{plain(uuid[:_SHOWN])}` is not a uuid")
     digests = [one.digest for group in record.groups for one in group.transfer_results]
     digests += [one.digest for group in record.groups for one in group.checkpoints]
     digests += [task.saved.digest for _, task in tasks if task.saved is not None]
     digests += [file.blob or "" for launch in launches for file in launch.files]
     _match(_DIGEST, "SHA-256 digest", digests)
-    if record.id != f"{record.name}-{record.number}" or record.number < 1:
-        raise ValueError(f"its id is {record.id!r}, but its name is {record.name!r} and its number is {record.number}")
+    if record.number < 1:
+        raise ValueError(f"its number is {record.number}, but workflows are numbered from 1")
+    if record.id != f"{record.name}-{record.number}":
+        raise ValueError(
+            f"its id is `{plain(record.id[:_SHOWN])}`, but its name is `{record.name}` and its number is {record.number}"
+        )
     if negative := [task.name for _, task in tasks if task.attempt < 0]:
         raise ValueError(f"the task {negative[0]} has an attempt with a negative number")
     if sorted(group.name for group in record.groups) != sorted({group.name for group in plan.groups}):
@@ -151,7 +157,7 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
 def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:
     for value in values:
         if not pattern.fullmatch(value):
-            raise ValueError(f"{value[:_SHOWN]!r} is not a valid {kind}")
+            raise ValueError(f"`{plain(value[:_SHOWN])}` is not a valid {kind}")
 
 
 _BEGUN = (State.INITIALIZING, State.RUNNING, State.STOPPING)

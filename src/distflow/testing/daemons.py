@@ -12,9 +12,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["SEARCHED", "free_port", "start_daemon"]
+__all__ = ["DAEMON_PATH", "free_port", "start_daemon"]
 
-SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
+DAEMON_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
 """The directories to search for daemons."""
 
 
@@ -40,7 +40,7 @@ def start_daemon(
     If the main thread starts it, it gets SIGTERM when this process ends. This needs ``setpriv`` of util-linux. A ``preexec_fn``
     would do the same without it, but then the kernel copies the page tables of this process, which takes 40 ms with torch.
     """
-    setpriv = shutil.which("setpriv", path=SEARCHED) if threading.current_thread() is threading.main_thread() else None
+    setpriv = shutil.which("setpriv", path=DAEMON_PATH) if threading.current_thread() is threading.main_thread() else None
     with log.open("ab") as output:
         return subprocess.Popen(
             [setpriv, "--pdeathsig", "TERM", *argv] if setpriv is not None else list(argv),

@@ -200,7 +200,8 @@ class RayCluster:
         answer = stdout.readline() if is_answered else ""
         if not answer:
             self._close_runner()
-            raise RuntimeError(f"the code failed or took 60 s: {(self.folder / 'runner.log').read_text()[-2000:]}")
+            log_text = (self.folder / "runner.log").read_text()[-2000:]
+            raise RuntimeError(f"the code failed, or did not finish within 60 s; the end of runner.log: {log_text}")
         return str(json.loads(answer))
 
     def _close_programs(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from distflow.testing.daemons import SEARCHED, free_port, start_daemon
+from distflow.testing.daemons import DAEMON_PATH, free_port, start_daemon
 from distflow.testing.waiting import is_alive, wait_until
 
 __all__ = ["Slurm", "missing_slurm"]
@@ -66,7 +66,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing_slurm() -> str:
     """Return the reason why no cluster can be started here; empty if one can."""
-    lacking = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=SEARCHED) is None]
+    lacking = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=DAEMON_PATH) is None]
     if lacking:
         return f"{' and '.join(lacking)} not found: apt-get install slurm-wlm"
     return "" if os.geteuid() == 0 else "root is required to start a Slurm cluster"
@@ -129,7 +129,7 @@ class Slurm:
         self.config.write_text(lines)
         (folder / "gres.conf").write_text("AutoDetect=off\n" + (self._gpu_line(gpus) if gpus else ""))
         for name in _COMMANDS:
-            if (program := shutil.which(name, path=SEARCHED)) is not None:
+            if (program := shutil.which(name, path=DAEMON_PATH)) is not None:
                 (self.commands / name).write_text(f"#!/bin/sh\nexport SLURM_CONF='{self.config}'\nexec {program} \"$@\"\n")
                 (self.commands / name).chmod(0o755)
 
@@ -264,7 +264,7 @@ class Slurm:
                 raise RuntimeError(f"{name} exited with {daemon.returncode}; the end of {log}:\n{log.read_text()[-2000:]}")
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
-        found = shutil.which(program, path=SEARCHED)
+        found = shutil.which(program, path=DAEMON_PATH)
         if found is None:
             raise FileNotFoundError(missing_slurm())
         # The step daemons of a node inherit this working directory. `processes` finds them by it.

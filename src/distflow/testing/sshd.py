@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distflow.testing.daemons import SEARCHED, free_port, start_daemon
+from distflow.testing.daemons import DAEMON_PATH, free_port, start_daemon
 from distflow.testing.waiting import wait_until
 
 __all__ = ["Sshd", "make_key", "missing_sshd"]
@@ -23,7 +23,7 @@ __all__ = ["Sshd", "make_key", "missing_sshd"]
 
 def missing_sshd() -> str:
     """Return the reason why no server can be started here; empty if one can."""
-    lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=SEARCHED) is None]
+    lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=DAEMON_PATH) is None]
     return f"{' and '.join(lacking)} not found: apt-get install openssh-server" if lacking else ""
 
 
@@ -130,7 +130,7 @@ class Sshd:
         if os.getuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self._config.write_text(self._server_config())
-        sshd = shutil.which("sshd", path=SEARCHED)
+        sshd = shutil.which("sshd", path=DAEMON_PATH)
         if sshd is None:
             raise FileNotFoundError(missing_sshd())
         self._log_read = self.log.stat().st_size if self.log.exists() else 0

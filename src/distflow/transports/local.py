@@ -123,7 +123,7 @@ class LocalChannel:
     """A child process's pipes (contract: ``transports.base.Channel``)."""
 
     def __init__(self, node: str, process: subprocess.Popen[bytes] | None, failed: Completed | None = None) -> None:
-        """Use the pipes of ``process``. Without a process, the command did not start, with the result ``failed``."""
+        """Use the pipes of ``process``. If it is ``None``, the command did not start, and ``failed`` is its result."""
         self._node = node
         self._process = process
         self._failed = failed
@@ -184,7 +184,7 @@ class LocalChannel:
         return _shell_exit_code(self._process.returncode) if self._process.returncode is not None else None
 
     def close(self) -> None:
-        """Close the pipes; the command continues."""
+        """Close standard input and output. The command continues, and its standard error is still read."""
         with self._state:
             if self._is_closed:
                 return

@@ -360,7 +360,9 @@ class _HubConnection:
         content = b"\0".join(words)
         if len(content) > hub.LARGEST_FRAME:
             raise TransportError(
-                self.node, f"the arguments of `{argv[0]}` are longer than {hub.LARGEST_FRAME} bytes", hint="pass them in a file"
+                self.node,
+                f"the arguments of `{argv[0]}` are longer than {hub.LARGEST_FRAME >> 20} MiB",
+                hint="pass them in a file",
             )
         return self._begin(hub.OPEN, content, is_command=True, collects=collects)
 

@@ -57,7 +57,7 @@ def test_a_correct_pool_has_only_notes(check_pool: Check, slurm: Slurm, tmp_path
         ("slurm: {partition: closed}", "error: login: partition `closed` is DOWN\n"),
         (
             "slurm: {partition: short, time: 1h}",
-            "error: login: `slurm.time` is longer than the limit of partition `short`, 5 min\n",
+            "error: login: `slurm.time` is 60 min, but the limit of partition `short` is 5 min\n",
         ),
         (
             "slurm: {gres: 'gpu:a100'}",

@@ -125,7 +125,7 @@ def test_changes_in_the_store_are_detected(base: tuple[StorageUrl, Path], tmp_pa
     (folder / "data" / "a" / "1" / "extra").write_bytes(b"")
     assert datasets.fetch(manifest, tmp_path / "got").files == 2
     (folder / "data" / "a" / "1" / "x").write_bytes(b"?")
-    with pytest.raises(StorageError, match="data/a/1/x was changed since it was uploaded"):
+    with pytest.raises(StorageError, match="data/a/1/x has changed since it was uploaded"):
         datasets.fetch(manifest, tmp_path / "got")
     # The correct file of the first download is kept.
     assert (tmp_path / "got" / "x").read_bytes() == b"1"
@@ -187,7 +187,7 @@ def test_a_failed_download_keeps_the_files_of_the_user(resume: bool, base: tuple
     mine = tmp_path / "got" / "x"
     mine.parent.mkdir()
     mine.write_bytes(b"!")
-    with pytest.raises(StorageError, match="its SHA-256 differs"):
+    with pytest.raises(StorageError, match="its SHA-256 is different"):
         datasets.fetch(manifest, tmp_path / "got", resume=resume)
     assert mine.read_bytes() == b"!"
     # A file of the user does not replace a file that is missing from the store.

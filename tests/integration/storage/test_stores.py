@@ -257,7 +257,7 @@ def test_a_directory_that_becomes_a_link_is_not_deleted(location: tuple[StorageU
     found = find_removable(store, url)
     (folder / "sub").rename(folder / "moved")
     (folder / "sub").symlink_to(precious)
-    with pytest.raises(StorageError, match="is no longer a directory"):
+    with pytest.raises(StorageError, match="has replaced the directory"):
         delete(store, url, found)
     assert tree(precious) == {"y": b"mine"}
 

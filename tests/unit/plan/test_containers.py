@@ -51,7 +51,7 @@ def test_an_ignored_key_is_reported_once() -> None:
     assert container_notices(spec, (docker_node,)) == ()
     found = [problem.as_text().partition("\n")[0] for problem in container_notices(spec, (docker_node, plain_node))]
     assert found == [
-        "spec.yaml:6: warning: `image` is ignored on nodes with `container: none`: tasks run on the node's own Python",
+        "spec.yaml:6: warning: `image` is ignored on nodes with `container: none`: tasks run directly on the node",
         "spec.yaml:7: warning: `volumeMounts` is ignored on nodes with `container: none`: nothing is mounted at `/b`",
         "spec.yaml:9: warning: `privileged` is ignored on nodes with `container: none`: tasks run with the user's rights",
     ]

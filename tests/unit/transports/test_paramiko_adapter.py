@@ -25,8 +25,8 @@ from distflow.transports.ssh.paramiko_adapter import (
     HOST_KEY_ALGORITHMS,
     ChannelSocket,
     PatchedTransport,
+    convert_ssh_errors,
     explain,
-    foreign_errors,
 )
 
 
@@ -83,7 +83,7 @@ def test_every_exception_of_paramiko_is_converted() -> None:
         error = one(*ARGUMENTS.get(one.__name__, ("what happened",)))
         with (
             pytest.raises(NodeUnreachable, match=r"^gpu1: me@gpu1:22: .+, while distflow was testing") as caught,
-            foreign_errors("gpu1", "me@gpu1:22", "testing"),
+            convert_ssh_errors("gpu1", "me@gpu1:22", "testing"),
         ):
             raise error
         assert caught.value.node == "gpu1"
@@ -100,13 +100,13 @@ def test_every_exception_of_paramiko_is_converted() -> None:
     ],
 )  # fmt: skip
 def test_errors_from_a_broken_or_hostile_peer_are_converted(error: Exception) -> None:
-    with pytest.raises(NodeUnreachable, match=r"^gpu1: me@gpu1:22: ."), foreign_errors("gpu1", "me@gpu1:22"):
+    with pytest.raises(NodeUnreachable, match=r"^gpu1: me@gpu1:22: ."), convert_ssh_errors("gpu1", "me@gpu1:22"):
         raise error
 
 
 def test_errors_of_distflow_and_bugs_pass_through() -> None:
     for error in (AuthenticationRefused("gpu1", "no"), ZeroDivisionError(), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as caught, foreign_errors("gpu1", "me@gpu1:22"):
+        with pytest.raises(type(error)) as caught, convert_ssh_errors("gpu1", "me@gpu1:22"):
             raise error
         assert caught.value is error
 
@@ -150,7 +150,7 @@ def log_in(keys: int, answers: list[Any]) -> None:
     host: Any = resolve_hop(Hop(host="gpu1", user="u"), SshDestination(host="gpu1", config_file="none"))
     key: Any = object()
     keyring = _Keyring(identities=[_Identity(key, f"key {number}") for number in range(keys)])
-    with foreign_errors("gpu1", ENDPOINT, "logging in"):
+    with convert_ssh_errors("gpu1", ENDPOINT, "logging in"):
         _try_all("gpu1", server, host, keyring, ENDPOINT, Deadline(60.0))
 
 

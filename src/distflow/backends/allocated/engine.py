@@ -96,15 +96,15 @@ class AllocationRequest(Struct, frozen=True, kw_only=True):
     """``<workflow id>/<group>``, for people."""
     nodes: tuple[NodeRequest, ...]
     time_limit_s: float | None = None
-    """The longest time that the group may need its nodes, with ``margin_s``; ``None``: the limit of the pool."""
+    """The longest time that the group may need its nodes, including ``margin_s``; ``None``: the limit of the pool."""
     margin_s: float = 0.0
-    """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
+    """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten this part."""
     priority: str = "NORMAL"
     """The priority of its workflow: ``HIGH``, ``NORMAL`` or ``LOW``."""
 
 
 class Queued(Struct, frozen=True):
-    """The allocation waits for its nodes, or the engine is ending its processes but has not given the reason yet."""
+    """The allocation waits for its nodes or their programs, or it is ending for a reason that is not known yet."""
 
     why: str
     """The reason in plain words, with the engine's term; empty if the engine gave none."""
@@ -123,15 +123,18 @@ class Over(Struct, frozen=True, kw_only=True):
     """The allocation has ended, and so have its processes, as far as the engine knows."""
 
     reason: Reason | None
-    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``; ``None`` without one, as when the programs ended by themselves."""
+    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``; ``None`` if unknown, as when distflow's programs just ended."""
     message: str
     """The engine's explanation in plain words."""
     hosts: Collection[str] = field(default_factory=tuple)
     """The hosts that caused the end, if the engine names any."""
     is_failure: bool = False
     """Whether distflow's programs on the nodes failed, so that another allocation would fail too."""
-    may_be_late: bool = False
-    """Whether tasks may have ended before the event in ``reason``: recorded ends of attempts are then looked up first."""
+    may_follow_ends: bool = False
+    """Whether tasks may have ended on their own before the event in ``reason``.
+
+    The backend then reads the recorded ends on the login node before it reports ``reason``.
+    """
 
 
 AllocationState = Queued | Granted | Over
@@ -177,24 +180,26 @@ class Engine(Protocol):
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation. One query covers all of them, and further queries explain the ends of some.
 
+        Ended allocations and duplicates may be released.
+
         ``ids``: id → tasks in the order of the request. Without tasks, the keys of ``Granted.hosts`` are ``"0"``, ``"1"`` and
         so on. An allocation that the engine no longer knows is ``Over``.
         """
         ...
 
     def allocations(self) -> Mapping[str, Allocation]:
-        """Return all allocations that carry a marker and have not ended, by id.
+        """Return all allocations that carry a marker, by id.
 
-        Slurm returns those of this user. Kubernetes returns those of the whole namespace, including those whose pods have
-        ended, and Ray those of the whole cluster.
+        Slurm returns this user's jobs that have not ended. Kubernetes returns those in the namespace and Ray those in the
+        cluster, even ended ones until they are released.
         """
         ...
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
         """End allocations, waiting or granted. Ended allocations are ignored.
 
-        ``exit_codes``: id → exit code of a gang that ended by itself, which the engine's accounting shows if it can. It
-        shows other allocations as canceled.
+        ``exit_codes``: id → exit code of a gang that ended by itself, which Slurm's accounting shows if it can. Slurm
+        shows other allocations as canceled, and other engines ignore the exit codes.
         """
         ...
 

@@ -54,7 +54,11 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
                     )
                 )
                 if is_ours and not is_dry_run:
-                    engine.release([name])
+                    try:
+                        engine.release([name])
+                    except DistflowError as error:
+                        found[-1] = replace(found[-1], error=_without_name(error, pool.name))
+                        raise
     except DistflowError as error:
         return Reaped(node=pool.name, found=tuple(found), error=_without_name(error, pool.name))
     return Reaped(node=pool.name, found=tuple(found))

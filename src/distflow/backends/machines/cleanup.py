@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_PATIENCE_S = 3600.0
+_CLEAN_S = 3600.0
 """Timeout for listing or removing millions of files. A dead node is detected long before, because its heartbeats stop."""
 
 
@@ -89,7 +89,7 @@ def clean_node(
     venvs: list[CleanedVenv] = []
     try:
         with link_to(pool, node) as link:
-            survey = link.request("survey", timeout_s=_PATIENCE_S)
+            survey = link.request("survey", timeout_s=_CLEAN_S)
             old = [
                 item
                 for item in survey["workflows"]
@@ -131,14 +131,14 @@ def clean_node(
 
 
 def _clean(link: AgentLink, *, workflow: str = "", venv: str = "") -> int:
-    return int(link.request("clean", timeout_s=_PATIENCE_S, workflow=workflow, venv=venv)["freed_bytes"])
+    return int(link.request("clean", timeout_s=_CLEAN_S, workflow=workflow, venv=venv)["freed_bytes"])
 
 
 _REAP_S = 180.0
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
-    """A process or a container of an ended attempt, or an allocation without a known unfinished workflow."""
+    """A process or a container of an ended attempt, or an allocation whose workflow is not known or has ended."""
 
     pid: int | None
     """``None`` for a container or an allocation."""
@@ -158,7 +158,7 @@ class Leftover(Struct, frozen=True, kw_only=True):
 
 
 class Reaped(Struct, frozen=True, kw_only=True):
-    """The leftovers on one node, or of one pool with an engine, or why they could not be found."""
+    """The leftovers on one node or, as allocations, in one pool; or why they could not be found."""
 
     node: str
     found: tuple[Leftover, ...] = ()
@@ -233,8 +233,8 @@ class FoundWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow with files on a node."""
 
     uuid: str
-    memo: str
-    """The last note that the submitter stored; empty if there is none."""
+    copy: str
+    """The newest ``workflow.json``, for ``supervisor.workflow_copies.read_copy``; empty if there is none."""
     attempts: tuple[FoundAttempt, ...]
 
 
@@ -266,7 +266,7 @@ def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
     if not isinstance(memo, str):
         raise TypeError("`memo` is not a string")
     attempts = tuple(_attempt(attempt, uuid, clock) for attempt in one["attempts"])
-    return FoundWorkflow(uuid=uuid, memo=memo, attempts=attempts)
+    return FoundWorkflow(uuid=uuid, copy=memo, attempts=attempts)
 
 
 def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAttempt:

@@ -17,8 +17,8 @@ _COLORS = (6, 3, 2, 5, 4, 1)
 """The colors of series, by their numbers on terminals."""
 _MOST_NAMES = 12
 """The maximum number of series in the legend."""
-_MOST = 1e100
-"""The largest plotted value. plotext fails for values near 1e307."""
+_MAX_VALUE = 1e100
+"""The largest absolute value that is plotted. plotext fails for values near 1e307."""
 _TICKS = 5
 
 
@@ -99,5 +99,5 @@ def _legend(names: Sequence[str], has_colors: bool) -> str:
 
 
 def _drawable(points: Points, is_log: bool) -> list[tuple[float, float]]:
-    known = [(x, min(_MOST, max(-_MOST, y))) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    known = [(x, min(_MAX_VALUE, max(-_MAX_VALUE, y))) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     return [(x, y) for x, y in known if y > 0 or not is_log]

@@ -84,7 +84,7 @@ def pools(client: Client) -> dict[str, object]:
 
 
 def resources(client: Client, pool: str, *, is_live: bool) -> dict[str, object]:
-    """Return the document of ``resource list`` for a pool. With ``is_live``, the nodes also report the user of each GPU."""
+    """Return the document of ``resource list`` for a pool. With ``is_live``, the nodes also report what uses each GPU."""
     rows = list_nodes(client, [pool])
     if not is_live:
         return resources_document(rows, (), {})

@@ -314,7 +314,7 @@ def _range(text: str, whole: str) -> range:
     words = (first, last) if dash else (first, first)
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= 65535 for word in words):
         raise InputError(
-            f"--port {whole}: `{text}` is not a port",
+            f"--port {whole}: `{text}` is not a port from 1 to 65535" if text else f"--port {whole}: a port is missing",
             hint="use LOCAL or LOCAL:REMOTE, such as 8080:80, or a range such as 8000-8003",
         )
     if dash and int(first) >= int(last):

@@ -141,7 +141,9 @@ def _failure(host: str | None, error: Exception) -> NotifyError:
         return NotifyError(f"the request to {host} failed: {reason.strerror or type(reason).__name__}", may_retry=True)
     if isinstance(reason, http.client.InvalidURL | ValueError):
         return NotifyError(f"the URL for {host} is not valid: check its port, and encode characters that are not ASCII")
-    return NotifyError(f"the answer of {host} is not a valid HTTP response ({type(reason).__name__})")
+    return NotifyError(
+        f"{host} did not answer with valid HTTP ({type(reason).__name__}): check the scheme and the port of the URL"
+    )
 
 
 def _run(command: tuple[str, ...], message: Message) -> None:

@@ -124,11 +124,15 @@ def url_of(client: Client, target: NotifyTarget, *, is_quick: bool = False) -> s
         near = did_you_mean(target.credential, known, what="credentials") + "; or " if known else ""
         raise NotFound(f"this machine has no credential `{target.credential}`", hint=f"{near}set it: `{set_it}`")
     values = tuple(found.payload.values()) if len(found.payload) == 1 else (found.payload.get(_URL_KEY),)
-    if found.type is not CredentialType.GENERIC or values[0] is None:
-        hint = (
-            f"name another credential, or replace all its values: `distflow credential delete {target.credential} && {set_it}`"
+    is_generic = found.type is CredentialType.GENERIC
+    if not is_generic or values[0] is None:
+        hint = "name another credential"
+        if is_generic:
+            hint += f", or replace all its values: `distflow credential delete {target.credential} && {set_it}`"
+        what = (
+            f"has no key `{_URL_KEY}`" if is_generic else f"has the type {found.type.value}, but a notification needs GENERIC"
         )
-        raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=hint)
+        raise InputError(f"the credential `{target.credential}` {what}", hint=hint)
     url = values[0].reveal().strip()
     _check_url(target.credential, url, is_quick)
     return url

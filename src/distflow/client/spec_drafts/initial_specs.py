@@ -58,8 +58,8 @@ def draft_from_sbatch(file: Path, *, must_exist: bool = False) -> Draft:
         must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the file or one of its ``#SBATCH`` lines cannot be read, or if it does not start a training. With
-            ``must_exist``, also if its Python script does not exist.
+        InputError: if the file or one of its ``#SBATCH`` lines cannot be read, if it does not start a training, or if the
+            project would contain the home directory. With ``must_exist``, also if its Python script does not exist.
 
     """
     try:
@@ -189,13 +189,13 @@ def list_samples() -> list[Sample]:
 
 
 def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> list[Path]:
-    """Copy a sample, its scripts, and the schema for editors unless that file exists next to the spec.
+    """Copy a sample and its scripts. Also write the schema for editors, unless it exists next to the spec.
 
     Args:
         name: The name of the sample.
         file: The path of the spec. Default: the name of the sample's file, in the working directory. Scripts are written next
             to it.
-        force: Whether to replace existing files.
+        force: Whether to replace existing files, except the schema.
 
     Returns:
         The written files, the spec first.

@@ -1,7 +1,8 @@
 """How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. Pure; needs no torch.
 
 A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
-``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 hold one half of a tensor each, and so do 2 and 3; 0 and 2 share the same half.
+``[[2, 2], ["fsdp", "tp"]]``, tensor parallelism splits each tensor between the ranks 0 and 1, and between 2 and 3. FSDP shards
+the first half over the ranks 0 and 2, and the second half over 1 and 3, so each rank holds a quarter.
 
 The checks before a start: the mesh has as many places as the group has ranks; the ranks that share a tensor are on one node;
 the sizes of the axes divide the number of ranks; options are valid for the kind and with each other; batch sizes add up.
@@ -207,7 +208,7 @@ def _other_shape(names: Sequence[str], shape: Sequence[int], world: int) -> str:
     if world % rest == 0:
         fitting = ", ".join(str(size) for size in (world // rest, *shape[1:]))
         return f"write [[{fitting}], [{text}]], or give the group {prod(shape)} ranks"
-    return f"give the group {prod(shape)} ranks, or sizes whose product is {world}"
+    return f"give the group {prod(shape)} ranks, or write mesh sizes whose product is {world}"
 
 
 def _tasks(draft: StrategyDraft, strategy: Strategy, sizes: Sequence[int]) -> None:

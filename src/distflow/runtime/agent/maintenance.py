@@ -1,4 +1,4 @@
-"""Requests that most gangs do not need, such as cleaning, probing and stacks. Imported at the first such request."""
+"""Requests that most gangs do not need, such as cleanup, probes and stack traces. Imported at the first such request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Maintenance:
         self._listeners = reachability.Listeners(loop)
 
     def do(self, request: Json, done: _Done) -> None:
-        """Perform ``request``."""
+        """Start the operation of ``request``. Raises ``OpError`` for an unknown one."""
         ops: Dict[Operation, Callable[[Json, _Done], None]] = {
             "survey": self._survey,
             "clean": self._clean,

@@ -41,7 +41,10 @@ class _Leftover(NamedTuple):
 
 
 def reap(root: str, request: Json) -> Json:
-    """Kill this root's leftovers, record the ends of attempts without a pair, and report both. ``dry_run`` only reports."""
+    """Kill this root's leftovers, record the ends of attempts whose runner and keeper are gone, and report both.
+
+    ``dry_run`` only reports.
+    """
     leftovers = _Leftovers(root)
     found = leftovers.find()
     found_containers = leftovers.containers()
@@ -77,7 +80,7 @@ def reap(root: str, request: Json) -> Json:
 
 
 def _await_removal(leftovers: _Leftovers, found_containers: List[Json], until: float) -> None:
-    """Wait until the containers are gone.
+    """Wait until the containers are gone, at most until ``until``. Set ``error`` of those that remain, and clear the others'.
 
     An engine refuses to remove a container that it is already removing. This is not an error.
     """
@@ -123,7 +126,10 @@ class _Leftovers:
             self._engines.append((container["program"], container["env"]))
 
     def unsettled(self) -> List[str]:
-        """Return this machine's attempts with neither a pair nor a recorded end. Several machines may share a root over NFS."""
+        """Return this machine's attempts whose runner and keeper are gone and that have no recorded end.
+
+        Several machines may share a root over NFS.
+        """
         found = []
         for workflow in attempts.workflows(self._root):
             for name, directory in attempts.list_attempts(self._root, workflow):
@@ -230,7 +236,7 @@ class _Leftovers:
                 directory = os.path.dirname(container["cwd"])
                 if not is_ours and orphans.is_watched(directory):
                     continue
-                why = _why(expected) if is_ours else "it belongs to an attempt in another root, {}".format(directory)
+                why = _why(expected) if is_ours else "its attempt is in another root: {}".format(directory)
                 shown = {
                     "name": container["name"], "program": os.path.basename(program), "attempt": container["attempt"],
                     "state": container["state"], "why": why, "is_ours": is_ours, "error": None,

@@ -35,9 +35,9 @@ _MAX_LINE = 8192
 """The longest line in bytes."""
 _MAX_DEPTH = 4
 _NUMBER = rb"[0-9a-f]{32}"
-_MAX_UNPROVEN = 32
+_EXTRA_CONNECTIONS = 32
 """Connections that the hub accepts in addition to two for each other task, so that a flood cannot use up its descriptors."""
-_PROOF_TIMEOUT_S = 10.0
+_AUTHENTICATION_TIMEOUT_S = 10.0
 """Time in which a peer must prove that it has the token."""
 _RETRY_DELAYS_S = (0.2, 1.0, 5.0, 15.0)
 """Delays between attempts to connect to the hub."""
@@ -59,7 +59,8 @@ def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
 class GangLink:
     """One keeper's part of the link.
 
-    Call ``tick`` at ``due_at``. Its sockets are in the selector, with callbacks as data.
+    Call ``tick`` at ``due_at``. Its sockets are in the selector, with callbacks as data. ``listener`` is the hub's listening
+    descriptor, and -1 in other keepers.
     """
 
     def __init__(self, gang: Json, listener: int, selector: selectors.BaseSelector, on_failure: OnFailure) -> None:
@@ -69,9 +70,12 @@ class GangLink:
         self._failure: Optional[Json] = None
         """The first reported failure. Later failures are ignored."""
         self._peers: List[_Peer] = []
-        """In the hub: all connections, even unproven ones. In the others: the connection to the hub, even if not complete."""
+        """In the hub: all connections, even unauthenticated ones. In the others: the connection to the hub, complete or not."""
         self._done: Set[str] = set()
-        """Tasks that need no notice: they ended before a failure, or knew it when they disconnected. All if the hub is gone."""
+        """Tasks that need no notice: they ended before a failure, or confirmed it before they disconnected.
+
+        If the hub is gone, all tasks.
+        """
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
@@ -87,10 +91,10 @@ class GangLink:
         self._spread_failure({"task": str(self._gang["task"]), "why": why[:_MAX_TEXT]})
 
     def tick(self) -> None:
-        """Disconnect peers that have not proved themselves in time. Keepers other than the hub then reconnect to it."""
+        """Disconnect peers that did not authenticate in time. Keepers other than the hub then reconnect to it."""
         self.due_at = _NEVER
         now = time.monotonic()
-        for peer in [peer for peer in self._peers if not peer.is_proven]:
+        for peer in [peer for peer in self._peers if not peer.is_authenticated]:
             if now >= peer.deadline:
                 self._drop(peer)
             else:
@@ -111,7 +115,7 @@ class GangLink:
             for key, _ in self._selector.select(max(0.0, min(self.due_at, until) - time.monotonic())):
                 key.data()
         for peer in list(self._peers):
-            if peer.is_proven and self._failure is None:
+            if peer.is_authenticated and self._failure is None:
                 peer.send_message({"bye": self._gang["task"]})
             peer.close()
 
@@ -128,13 +132,13 @@ class GangLink:
             return
         if connection is None:
             return
-        if len(self._peers) >= 2 * len(self._gang["others"]) + _MAX_UNPROVEN:
-            # Replace only an unproven connection. Keepers of the gang prove themselves within a round trip.
-            unproven = next((peer for peer in self._peers if not peer.is_proven), None)
-            if unproven is None:
+        if len(self._peers) >= 2 * len(self._gang["others"]) + _EXTRA_CONNECTIONS:
+            # Replace only an unauthenticated connection. Keepers of the gang authenticate within a round trip.
+            unauthenticated = next((peer for peer in self._peers if not peer.is_authenticated), None)
+            if unauthenticated is None:
                 connection.close()
                 return
-            self._drop(unproven)
+            self._drop(unauthenticated)
         self._add(_Peer(connection, self._gang, self._selector, self._on_message, is_hub=True))
 
     def _connect(self) -> None:
@@ -166,7 +170,7 @@ class GangLink:
                     self._schedule_reconnect()
 
     def _on_message(self, peer: _Peer, message: Optional[Json]) -> None:
-        """Handle a message of a proven peer. None means that the peer disconnected or never proved itself."""
+        """Handle a message of an authenticated peer. None means that the connection ended, perhaps before authentication."""
         if message is None:
             self._drop(peer)
         elif "bye" in message:
@@ -175,7 +179,7 @@ class GangLink:
             failure = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_MAX_TEXT]}
             peer.knows_failure = True
             self._spread_failure(failure)
-        else:  # the peer has just proved itself
+        else:  # the peer has just authenticated
             self._tries = 0
             self._send_failure_to(peer)
 
@@ -188,7 +192,7 @@ class GangLink:
             self._send_failure_to(peer)
 
     def _send_failure_to(self, peer: _Peer) -> None:
-        if self._failure is not None and peer.is_proven and not peer.was_sent_failure:
+        if self._failure is not None and peer.is_authenticated and not peer.was_sent_failure:
             peer.was_sent_failure = True  # each peer replies with the failure, which shows that it has received it
             peer.send_message({"failed": self._failure})
 
@@ -215,12 +219,12 @@ class _Peer:
         self._own_number = os.urandom(16).hex().encode()
         self._peer_number = b""
         self.task = "" if is_hub else str(gang["others"][0])
-        self.is_proven = False
+        self.is_authenticated = False
         self.knows_failure = False
         """Whether the peer has reported or confirmed the failure."""
         self.was_sent_failure = False
         self.was_refused = False
-        self.deadline = time.monotonic() + _PROOF_TIMEOUT_S
+        self.deadline = time.monotonic() + _AUTHENTICATION_TIMEOUT_S
         if is_hub:
             self._greet()
         else:
@@ -293,8 +297,8 @@ class _Peer:
         if not compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
             raise ValueError("the peer does not have the token")
         body = decode_object(text, max_bytes=_MAX_LINE, max_depth=_MAX_DEPTH)
-        if not self.is_proven:
-            self.is_proven = True
+        if not self.is_authenticated:
+            self.is_authenticated = True
             if self._is_hub:
                 self.task = str(body["task"])
                 self.send_message({"welcome": self._gang["task"]})

@@ -58,9 +58,9 @@ def main(argv: List[str]) -> int:
 
 
 def add_to(attempt_directory: str) -> str:
-    """Create the substitute in a directory below ``attempt_directory``. Returns that directory, or an empty text on failure.
+    """Create the substitute in a directory below ``attempt_directory``. Returns that directory, or an empty string on failure.
 
-    The substitute is not next to this file, because a changed runtime directory is treated as damaged and replaced.
+    That directory is added to PATH, so it contains nothing else. It is removed with the attempt.
     """
     tools = os.path.join(attempt_directory, TOOLS)
     path = os.path.join(tools, "nc")

@@ -191,7 +191,8 @@ class Checkpoints:
 
         def write() -> None:
             if not folder.is_dir():
-                raise FileNotFoundError(f"{folder} was removed while it was written: does another run use {self.directory}?")
+                what = f"{folder} was removed while it was being written, perhaps by another run"
+                raise FileNotFoundError(f"{what}: give each run its own directory instead of {self.directory}")
             _write(random_state(), folder / _random_name(self._rank))
             if self._rank == 0:
                 _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)

@@ -160,8 +160,8 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
         pickled = ForkingPickler.dumps((function, args))
     except Exception as error:
         raise TypeError(
-            f"launch() cannot hand {function!r} and its arguments to other processes ({error}): define the function at the top "
-            "level of a module, and give it plain values"
+            f"launch() cannot send {function!r} and its arguments to other processes ({error}): define the function at the top "
+            "level of a module, and give it arguments that pickle can serialize"
         ) from error
     program = sys.modules["__main__"]
     # Whether new processes can import this program.

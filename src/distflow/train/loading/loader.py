@@ -22,7 +22,7 @@ __all__ = ["EpochSampler", "Loader", "LoaderOptions", "Samples", "Uneven"]
 
 Uneven = Literal["pad", "keep", "drop"]
 """How to distribute samples that do not divide evenly over the ranks. ``pad`` repeats the first samples of the epoch, ``keep``
-gives some ranks one sample less (use ``join``), and ``drop`` omits the last samples."""
+gives some ranks one sample fewer (wrap the training in ``join``), and ``drop`` omits the last samples."""
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -59,9 +59,10 @@ class EpochSampler(Sampler[int]):
         self, length: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad", rank: int | None = None,
         world_size: int | None = None,
     ) -> None:  # fmt: skip
-        """``rank`` and ``world_size`` default to the strategy's data share (``data_shard``), else to the process group's.
+        """``rank`` and ``world_size`` default to the strategy's data share (``data_shard``), else to the process group.
 
-        Ranks that share a tensor or a sequence, and stages of one pipeline, take the same samples. Raises ``ValueError``.
+        Ranks that share a tensor or a sequence, and stages of one pipeline, take the same samples. Raises ``ValueError`` for an
+        invalid argument or an empty dataset.
         """
         if length < 1:
             raise ValueError("the dataset is empty: give one with at least one sample")
@@ -85,7 +86,7 @@ class EpochSampler(Sampler[int]):
         """Yield this rank's remaining indices. Raises ``ValueError`` if the strategy's share has changed."""
         if self._by_strategy and dist.is_initialized() and (own := own_share()) != (self.rank, self.world_size):
             raise ValueError(
-                f"the loader was made for share {self.rank} of {self.world_size}, but this rank's is {own[0]} of {own[1]} now: "
+                f"the loader was made for data rank {self.rank} of {self.world_size}, but this is {own[0]} of {own[1]} now: "
                 "make it after init() and parallelize(), or give rank and world_size"
             )
         return iter(self._remaining()[self.rank :: self.world_size])
@@ -118,7 +119,7 @@ class EpochSampler(Sampler[int]):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another sampler. Raises ``ValueError`` if its samples or their order differ."""
+        """Continue at the position of another sampler. Raises ``ValueError`` if its length, seed or shuffle differs."""
         for name in ("length", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -155,7 +156,7 @@ class Loader:
     ) -> None:  # fmt: skip
         """``batch_size`` is per rank. ``rank`` and ``world_size``: see ``EpochSampler``. ``options``: see ``DataLoader``.
 
-        Raises ``ValueError``; ``TypeError`` for a dataset without a length.
+        Raises ``ValueError`` for an invalid argument or an empty dataset, and ``TypeError`` for a dataset without a length.
         """
         refused = {"sampler", "batch_sampler", "drop_last"} & options.keys()
         if refused:
@@ -205,7 +206,7 @@ class Loader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another loader. Raises ``ValueError`` if its samples or their order differ."""
+        """Continue at the position of another loader. Raises ``ValueError`` if its length, seed or shuffle differs."""
         self.sampler.load_state_dict(state)
 
 

@@ -46,10 +46,10 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 MAIN_AXIS: Mapping[str, str] = MappingProxyType({**{kind: axes[-1] for kind, axes in AXES.items()}, "pipeline": "pp"})
 """The axis that every mesh of a kind has."""
 KINDS = tuple(AXES)
-"""Replicas, shards, tensor parallelism, tensor parallelism with shards, pipeline stages, and an unchanged module."""
+"""The kinds: replicas, shards, tensor parallelism, tensor parallelism with shards, pipeline stages, and no parallelism."""
 
 MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "cp_size": "cp", "shard_size": "fsdp", "stages": "pp"})
-"""Option → mesh axis whose size it sets. One axis without such an option takes the remaining ranks (``default_mesh``)."""
+"""Option → mesh axis whose size it sets. One axis whose size is not set takes the remaining ranks (``default_mesh``)."""
 
 
 class InvalidOption(Exception):
@@ -104,7 +104,7 @@ class _Shards(_Layers):
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = None
     """Accepted as in FSDP; changes nothing."""
     shard_size: int | None = None
-    """The size of the axis ``fsdp``: ranks that divide each parameter. The axis ``dp`` holds further copies."""
+    """The size of the axis ``fsdp``: the number of ranks over which each parameter is sharded. The axis ``dp`` has copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class PipelineParallel(_Shards, _Tensors):
     """The modules that begin the second and each further stage."""
     micro_batches: int | None = None
     stages: int | None = None
-    """Ranks in the axis ``pp``."""
+    """The number of ranks of the axis ``pp``, each of which holds one stage, or ``stages_per_rank`` stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +196,12 @@ class Option:
 
 
 _INSTEAD = {
-    "compression": "with sharding, `reduce_dtype: bf16` halves the traffic",
+    "compression": "it needs `kind: ddp`; fsdp, hybrid and pipeline have `reduce_dtype` instead",
     "sync_gradients_every": "only replicas can drift apart between two averages: use `kind: ddp`",
-    "mixed_precision": "with ddp, `compression: bf16` halves the traffic; "
-    "for bf16 arithmetic use torch.autocast in the program",
+    "mixed_precision": "it needs fsdp, hybrid or pipeline; otherwise use torch.autocast in the program",
     "reduce_dtype": "with ddp, write `compression: bf16` or `fp16`",
-    "sequence_parallel": "only tensor parallelism divides sequences: `kind: tp` or `kind: hybrid`",
-    "cpu_offload": "only sharded parameters can be kept on the CPU: `kind: fsdp`",
+    "sequence_parallel": "it needs tensor parallelism: use `kind: tp`, `kind: hybrid`, or `kind: pipeline` with the axis tp",
+    "cpu_offload": "only sharded parameters can be kept on the CPU: use `kind: fsdp`, `hybrid` or `pipeline`",
     "micro_batches": "without stages, use `gradient_accumulation_steps`",
     "gradient_accumulation_steps": "in a pipeline, use `micro_batches`",
 }
@@ -377,17 +376,19 @@ def _without_axis(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterat
 
 
 def micro_batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> int:
-    """Return the number of micro-batches of a step. With ``micro_batch_size``, the default is the size of the axis ``pp``."""
-    # Without `micro_batch_size`, a pipeline may use fewer micro-batches than stages, so that a batch can be divided.
+    """Return the number of micro-batches (accumulation steps) of a step.
+
+    The default is the size of the axis ``pp`` with ``micro_batch_size``, else 1. (A pipeline then chooses the number itself.)
+    """
     default = mesh.get("pp", 1) if "micro_batch_size" in options else 1
     return int(options.get("gradient_accumulation_steps", options.get("micro_batches", default)))
 
 
-def _staging(stages: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
-    count, schedule = options.get("micro_batches", stages), options.get("schedule")
-    if schedule != "gpipe" and count < stages:
-        message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches, not {count}"
-        yield Misfit("micro_batches", message, f"write micro_batches: {stages} or more, or schedule: gpipe")
+def _staging(ranks: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
+    count, schedule = options.get("micro_batches", ranks), options.get("schedule")
+    if schedule != "gpipe" and count < ranks:
+        message = f"1F1B keeps the {ranks} ranks of the axis pp busy only with at least {ranks} micro-batches, not {count}"
+        yield Misfit("micro_batches", message, f"write micro_batches: {ranks} or more, or schedule: gpipe")
     if "stages_per_rank" in options and (schedule != "interleaved_1f1b" or options["stages_per_rank"] == 1):
         message = "`stages_per_rank` needs an interleaved schedule and at least 2 stages on each rank"
         yield Misfit("stages_per_rank", message, "write schedule: interleaved_1f1b and stages_per_rank: 2 or more")
@@ -410,7 +411,7 @@ def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Mi
     data = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
     if micro is not None and whole != micro * data * steps:
-        message = f"a global batch of {whole} is not {micro} × {parts} = {micro * data * steps}"
+        message = f"`global_batch_size` is {whole}, but `micro_batch_size` {micro} × {parts} is {micro * data * steps}"
         yield Misfit("global_batch_size", message, f"write {micro * data * steps}, or remove `global_batch_size`")
     elif whole % (data * steps):
         message = f"a global batch of {whole} cannot be divided over {parts}"

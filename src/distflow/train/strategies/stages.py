@@ -256,7 +256,7 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
             first, first_name = holders.setdefault(parameter, (number, name))
             if first != number:
                 raise ValueError(
-                    f"pipeline: `{first_name}` (stage {first}) and `{name}` (stage {number}) are tied: choose "
+                    f"pipeline: `{first_name}` (stage {first + 1}) and `{name}` (stage {number + 1}) are tied: choose "
                     "split_points so that one stage has both, or untie them"
                 )
     return stages

@@ -1,4 +1,4 @@
-"""States of divided models and their optimizers under the names of the whole model, for checkpoints and files."""
+"""State dictionaries of sharded and pipelined models and their optimizers, with the parameter names of the whole model."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def _buffers_of_others(model: nn.Module) -> frozenset[str]:
-    """Return the buffers that another rank saves: ranks differ in statistics such as BatchNorm's; DDP uses the first rank's."""
+    """Return the names of the buffers that this rank does not save. The first rank saves its own, which DDP uses as well.
+
+    Buffers such as the statistics of BatchNorm differ between ranks.
+    """
     is_first = model.is_first_holder if isinstance(model, Pipeline) else dist.get_rank() == 0
     return frozenset() if is_first else frozenset(name for name, _ in inner_module(model).named_buffers(remove_duplicate=False))
 

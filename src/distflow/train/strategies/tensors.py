@@ -169,7 +169,10 @@ def _divide_sequence(
                 "pass the hidden states of shape (batch, time, …) by position, and all other arguments by name"
             )
         if (length := inputs[0].shape[1]) % mesh.size():
-            raise ValueError(f"sequence_parallel: pad sequences of length {length} to a multiple of tp's {mesh.size()} ranks")
+            what = (
+                f"sequence_parallel: the sequence length {length} is not a multiple of the {mesh.size()} ranks of the axis tp"
+            )
+            raise ValueError(f"{what}: pad the sequences")
 
     layers[0].register_forward_pre_hook(check)
     part = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
@@ -183,8 +186,8 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     module = modules[name]
     if not isinstance(module, nn.Linear):
         kind = type(module).__name__
-        remedy = "remove it from the plan, or name the linear layer in it"
-        raise TypeError(f"tensor parallelism: {name} is a {kind}, but colwise and rowwise need an nn.Linear: {remedy}")
+        remedy = f"remove {name} from the plan, or name nn.Linear layers inside it instead"
+        raise TypeError(f"tensor parallelism: {name} has the type {kind}, but colwise and rowwise need nn.Linear: {remedy}")
     last = name.rpartition(".")[2]
     # An unknown matrix with three times as many outputs is likely query, key and value in one.
     tripled = module.out_features == 3 * module.in_features and last not in COLWISE

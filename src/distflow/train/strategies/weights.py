@@ -1,4 +1,4 @@
-"""Read and write safetensors files in the layout of Hugging Face: each rank reads its parts, rank 0 writes file by file."""
+"""Read and write safetensors files in the layout of Hugging Face. Each rank reads its parts, and rank 0 writes the files."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
-    """Return the names of all tensors in the safetensors files of a directory, with each name of tied parameters.
+    """Return the names of all tensors in the safetensors files of a directory.
 
-    For a tied parameter, the files need only one of its names. Raises ``FileNotFoundError`` for a directory without
-    safetensors files, and ``ValueError`` if they lack a tensor of the model.
+    For a tied parameter, the files need only one of its names, and all of its names are returned. Raises ``FileNotFoundError``
+    for a directory without safetensors files, and ``ValueError`` if they lack a tensor of the model.
     """
     stored = set(_reader(directory).read_metadata().state_dict_metadata)
     if not stored:
@@ -45,7 +45,7 @@ def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
 
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Read this rank's parts of a model from safetensors files, and convert them to its dtypes. Collective.
+    """Read this rank's parts of a model from safetensors files, and convert them to the model's dtypes. Collective.
 
     Raises ``ValueError`` if torch cannot load the files into the model, for example because shapes differ.
     """
@@ -108,10 +108,10 @@ def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) ->
 
 
 def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the whole value of each parameter and buffer, on every rank. Collective.
+    """Yield the name and the whole value of each parameter and persistent buffer, on every rank. Collective.
 
-    A tied parameter has its first name; with ``all_names``, it comes once for each name. Between two averages of ``local_sgd``,
-    parameters are the means over the ranks.
+    A tied parameter is yielded once, with its first name; with ``all_names``, once with each name. Between two averages of
+    ``local_sgd``, parameters are the means over the ranks.
     """
     repeated = () if all_names else {name for _, *others in tied_names(inner_module(model)) for name in others}
     state = {name: one for name, one in {**_states(model), **means_of(model)}.items() if name not in repeated}
@@ -135,7 +135,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's part of each parameter and buffer, not copied, by their names in the whole model."""
+    """Return this rank's part of each parameter and persistent buffer, not copied, by their names in the whole model."""
     return {name: one for name, one in get_model_state_dict(inner_module(model)).items() if isinstance(one, torch.Tensor)}
 
 

@@ -38,8 +38,8 @@ from distflow.transports.ssh.paramiko_adapter import (
     HOST_KEY_ALGORITHMS,
     ChannelSocket,
     PatchedTransport,
+    convert_ssh_errors,
     explain,
-    foreign_errors,
 )
 from distflow.transports.ssh.sockets import ProxyProcess, addresses_of, connect_tcp
 
@@ -124,7 +124,10 @@ class SshConnection:
             raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
         late = f"{self.endpoint} did not start {what} within {deadline.seconds:g} s"
         # Other threads may use the connection, so close it only if even the request cannot be sent.
-        with self._close_at(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.endpoint, f"starting {what}"):
+        with (
+            self._close_at(deadline, late, grace_s + _STUCK_S),
+            convert_ssh_errors(self.node, self.endpoint, f"starting {what}"),
+        ):
             channel = transport.open_session(timeout=max(0.1, deadline.left() + grace_s))
             hang_up = threading.Timer(deadline.left() + grace_s, lambda: _quietly(channel.close))
             hang_up.daemon = True
@@ -144,7 +147,7 @@ class SshConnection:
         late = f"{self.endpoint} did not connect to its port {port} within {deadline.seconds:g} s"
         with (
             self._close_at(deadline, late, _STUCK_S),
-            foreign_errors(self.node, self.endpoint, f"connecting to its port {port}"),
+            convert_ssh_errors(self.node, self.endpoint, f"connecting to its port {port}"),
         ):
             try:
                 return transport.open_channel(
@@ -218,14 +221,14 @@ class SshConnection:
         if jumps:
             sock, proxy = self._open_via(host, jumps, endpoint, deadline), None
         elif host.proxy_command is not None:
-            with foreign_errors(self.node, endpoint, f"starting its ProxyCommand `{host.proxy_command}`"):
+            with convert_ssh_errors(self.node, endpoint, f"starting its ProxyCommand `{host.proxy_command}`"):
                 proxy = ProxyProcess(host.proxy_command)
             sock = self._track(proxy.socket, proxy.close)
         else:
             sock, proxy = self._connect_tcp(host, endpoint, deadline), None
         transport = self._handshake(sock, host, endpoint, proxy, deadline)
         late = f"{endpoint} did not finish the login within {deadline.seconds:g} s"
-        with self._close_at(deadline, late), foreign_errors(self.node, endpoint, "logging in"):
+        with self._close_at(deadline, late), convert_ssh_errors(self.node, endpoint, "logging in"):
             authenticate(self.node, transport, host, endpoint, deadline)
             if host.keepalive_s > 0:
                 transport.set_keepalive(max(1, int(host.keepalive_s)))
@@ -257,7 +260,7 @@ class SshConnection:
 
     def _connect_tcp(self, host: SshHost, endpoint: str, deadline: Deadline) -> socket.socket:
         try:
-            with foreign_errors(self.node, endpoint):
+            with convert_ssh_errors(self.node, endpoint):
                 sock = connect_tcp(host, deadline)
         except NodeUnreachable as error:
             if deadline.has_passed and not isinstance(error.__cause__, socket.gaierror):
@@ -299,7 +302,7 @@ class SshConnection:
         check = check_host_key((*known, *revoked), host.key_name, key.asbytes(), certificate)
         if check.kind == "unknown" and host.host_key_policy == "accept-new" and host.known_hosts_files:
             file = host.known_hosts_files[0]
-            with foreign_errors(self.node, endpoint, f"storing its host key in {file} on this machine"):
+            with convert_ssh_errors(self.node, endpoint, f"storing its host key in {file} on this machine"):
                 check = add_known_host(file, host.key_name, key.asbytes(), hashed=host.hash_known_hosts)
         if check.kind != "known":
             self.close()

@@ -1,7 +1,8 @@
 """paramiko with distflow's algorithms, fixes and error messages.
 
-Each fix names the issue of paramiko, if there is one. Without the fix, a test in tests/integration/ssh or tests/contract fails.
-Another test checks that every error of paramiko, the operating system and cryptography is converted.
+Each fix names the issue of paramiko, if there is one. Without the fix, a test in tests/integration/ssh, tests/contract or
+tests/unit/transports fails. Another test checks that every error of paramiko, the operating system and cryptography is
+converted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paramiko.pkey import UnknownKeyType
 from distflow.errors import NodeError, NodeUnreachable
 from distflow.transports.ssh.config import SshHost, pick_algorithms
 
-__all__ = ["FOREIGN", "HOST_KEY_ALGORITHMS", "ChannelSocket", "PatchedTransport", "explain", "foreign_errors"]
+__all__ = ["HOST_KEY_ALGORITHMS", "SSH_ERRORS", "ChannelSocket", "PatchedTransport", "convert_ssh_errors", "explain"]
 
 
 # AES-GCM first: it has twice the throughput of paramiko's default. Algorithms that OpenSSH has retired are left out.
@@ -149,7 +150,7 @@ class PatchedTransport(paramiko.Transport):
 
 
 def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
-    """Handle ``exit-signal`` as well: paramiko ignores it, and a killed command would never end."""
+    """Handle ``exit-signal`` as well. paramiko ignores it, so a killed command would have no exit code."""
     if message.get_text() == "exit-signal":
         message.get_boolean()
         name = "SIG" + message.get_text()
@@ -164,12 +165,13 @@ def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
 setattr(PatchedTransport, _TABLE, {**getattr(paramiko.Transport, _TABLE), MSG_CHANNEL_REQUEST: _take_request})
 
 
-FOREIGN: tuple[type[Exception], ...] = (
+SSH_ERRORS: tuple[type[Exception], ...] = (
     paramiko.SSHException, UnknownKeyType, InvalidHostKey,
     OSError, EOFError,
     # paramiko's thread passes these on after a malformed packet.
     InvalidSignature, InvalidTag, UnsupportedAlgorithm, struct.error, ValueError, LookupError,
 )  # fmt: skip
+"""The exceptions of paramiko, cryptography and the operating system that ``convert_ssh_errors`` converts."""
 
 _NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _CODES: dict[int | None, tuple[str, str]] = {
@@ -183,13 +185,13 @@ _CODES: dict[int | None, tuple[str, str]] = {
 
 
 @contextlib.contextmanager
-def foreign_errors(node: str, endpoint: str, doing: str = "") -> Iterator[None]:
-    """Raise the errors in ``FOREIGN`` as ``NodeUnreachable``. The message names the ``endpoint`` and the step ``doing``."""
+def convert_ssh_errors(node: str, endpoint: str, doing: str = "") -> Iterator[None]:
+    """Raise the errors in ``SSH_ERRORS`` as ``NodeUnreachable``. The message names the ``endpoint`` and the step ``doing``."""
     try:
         yield
     except NodeError:
         raise
-    except FOREIGN as error:
+    except SSH_ERRORS as error:
         raise explain(node, endpoint, error, doing) from error
 
 

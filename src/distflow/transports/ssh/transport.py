@@ -16,7 +16,7 @@ from distflow.transports.base import Completed, Deadline, command_closed, tail_w
 from distflow.transports.shared_connection import SharedConnection
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.connection import SshConnection
-from distflow.transports.ssh.paramiko_adapter import FOREIGN, foreign_errors
+from distflow.transports.ssh.paramiko_adapter import SSH_ERRORS, convert_ssh_errors
 
 __all__ = ["SshChannel", "SshDestination", "SshStream", "SshTransport", "remote_command", "run_to_end"]
 
@@ -110,7 +110,7 @@ class SshChannel:
 
     def write(self, data: bytes) -> None:
         """Send ``data`` to the command's standard input."""
-        with self._writing, foreign_errors(self._connection.node, self._connection.endpoint, "writing to a command"):
+        with self._writing, convert_ssh_errors(self._connection.node, self._connection.endpoint, "writing to a command"):
             if self._is_closed:
                 raise command_closed(self._connection.node)
             with self._connection.on_behalf_of(self._channel):
@@ -123,7 +123,7 @@ class SshChannel:
                 return b""
             data = b""
             # recv() may also send a window update, which fails if the connection has just broken.
-            with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+            with contextlib.suppress(*SSH_ERRORS), self._connection.on_behalf_of(self._channel):
                 data = self._channel.recv(_READ)
             if not data:
                 self._drain.join(_DRAINED_S)
@@ -151,7 +151,7 @@ class SshChannel:
         _close_channel(self._connection, self._channel, self._channel.close)
 
     def _drain_stderr(self) -> None:
-        with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+        with contextlib.suppress(*SSH_ERRORS), self._connection.on_behalf_of(self._channel):
             while data := self._channel.recv_stderr(_READ):
                 with self._state:
                     self._stderr += data
@@ -168,21 +168,21 @@ class SshStream:
 
     def read(self) -> bytes:
         """Wait for data and return up to 64 KiB of it."""
-        with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+        with contextlib.suppress(*SSH_ERRORS), self._connection.on_behalf_of(self._channel):
             return self._channel.recv(_READ)
         return b""
 
     def write(self, data: bytes) -> None:
         """Send ``data``."""
         with (
-            foreign_errors(self._connection.node, self._connection.endpoint, "writing to a port"),
+            convert_ssh_errors(self._connection.node, self._connection.endpoint, "writing to a port"),
             self._connection.on_behalf_of(self._channel),
         ):
             _send(self._connection, self._channel, data)
 
     def end(self) -> None:
         """Close the sending direction."""
-        with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+        with contextlib.suppress(*SSH_ERRORS), self._connection.on_behalf_of(self._channel):
             self._channel.shutdown_write()
 
     def close(self) -> None:
@@ -199,13 +199,13 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, dea
     channel = connection.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
 
     def collect() -> None:
-        with contextlib.suppress(*FOREIGN), connection.on_behalf_of(channel):
+        with contextlib.suppress(*SSH_ERRORS), connection.on_behalf_of(channel):
             while data := channel.recv_stderr(_BULK):
                 stderr.extend(data)
 
     def feed() -> None:
         # A command may end without reading all of its input.
-        with contextlib.suppress(NodeUnreachable, *FOREIGN), connection.on_behalf_of(channel):
+        with contextlib.suppress(NodeUnreachable, *SSH_ERRORS), connection.on_behalf_of(channel):
             _send(connection, channel, stdin)
             channel.shutdown_write()
 
@@ -230,7 +230,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, dea
         thread.start()
     stdout = bytearray()
     try:
-        with foreign_errors(connection.node, connection.endpoint, f"running `{program}`"), connection.on_behalf_of(channel):
+        with convert_ssh_errors(connection.node, connection.endpoint, f"running `{program}`"), connection.on_behalf_of(channel):
             while data := channel.recv(_BULK):
                 stdout += data
         channel.status_event.wait(max(deadline.left(), _LATE_S))
@@ -290,7 +290,7 @@ def _close_channel(
         return
 
     def close_quietly() -> None:
-        with contextlib.suppress(*FOREIGN):
+        with contextlib.suppress(*SSH_ERRORS):
             close()
 
     thread = threading.Thread(target=close_quietly, name=f"closing a channel of {connection.node}", daemon=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from distflow.backends.allocated import leftovers
+from distflow.backends.allocated.engine import Allocation
 from distflow.backends.allocated.leftovers import reap_allocations, recall_allocations
 from distflow.backends.machines import cleanup, inspection
 from distflow.backends.machines.cleanup import _workflow, clean_node, reap_node, recall_node, uninstall_node
@@ -97,3 +98,22 @@ def test_errors_of_an_engine_name_only_a_login_node(name: str, shown: str, monke
     pool = Pool(name="p", backend="slurm", nodes=())
     assert reap_allocations(pool, ended=(), unfinished=(), is_dry_run=True).error == shown
     assert [one.error for one in recall_allocations(pool, known=())] == [shown]
+
+
+def test_an_allocation_that_cannot_be_released_is_not_shown_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def allocations(self) -> dict[str, Allocation]:
+            return {str(job): Allocation(workflow=f"w{job}", group="g", attempt=1) for job in (1, 2, 3)}
+
+        def release(self, ids: Sequence[str]) -> None:
+            if ids == ["2"]:
+                raise NodeUnreachable("p", "no answer")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(leftovers, "open_engine", lambda _: Engine())
+    pool = Pool(name="p", backend="slurm", nodes=())
+    reaped = reap_allocations(pool, ended=("w1", "w2", "w3"), unfinished=(), is_dry_run=False)
+    assert [(one.name, one.error) for one in reaped.found] == [("job 1", ""), ("job 2", "no answer")]
+    assert reaped.error == "no answer"

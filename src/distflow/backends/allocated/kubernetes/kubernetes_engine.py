@@ -61,10 +61,10 @@ _BY_SEVERITY = (
 class KubernetesEngine:
     """Allocates nodes as pods (contract: ``allocated.engine.Engine``).
 
-    1. An allocation is a ConfigMap that owns its pods. Deleting it deletes the pods, even if distflow never runs again.
+    1. An allocation is a ConfigMap that owns its pods. When it is deleted, Kubernetes deletes the pods, even without distflow.
     2. One query lists the pods of all allocations in the namespace.
-    3. If some pods of a gang have no node ``start_barrier`` after the first pod got one, all are deleted, because they could
-       block another gang.
+    3. All pods of a gang must get their nodes within ``start_barrier`` after the first one. Otherwise all of them are deleted,
+       because they could block another gang.
     """
 
     query_limit: ClassVar = QueryLimit(at_once=8.0, every_s=2.0)
@@ -201,9 +201,9 @@ class KubernetesEngine:
     def _create_pods(self, wanted: AllocationRequest, owner: Mapping[str, Any]) -> None:
         name = str(owner["metadata"]["name"])
         python, idle_release_s = self._template.python, self._settings.idle_release_s
-        together = pod_group_manifest(self._settings, wanted, owner)
-        if together is not None:
-            self._create("podgroups", together)
+        pod_group = pod_group_manifest(self._settings, wanted, owner)
+        if pod_group is not None:
+            self._create("podgroups", pod_group)
         for index in range(len(wanted.nodes)):
             # The host is unknown until the pod has a node, so the resident program is named by the index of the pod.
             command = self._command(python, name, str(index), idle_release_s)

@@ -68,7 +68,7 @@ def _cluster(
     if duplicates:
         yield warning(
             "name", at, f"several nodes have the same name: {listed(duplicates)}",
-            "give them names with `ray start --node-name`",
+            "give each node its own name with `ray start --node-name`",
         )  # fmt: skip
 
 

@@ -163,8 +163,9 @@ class _Check:
                     f"choose another partition in {key}, or ask the administrators of the cluster",
                 )  # fmt: skip
             if limit is not None and self.settings.time_s is not None and self.settings.time_s > limit:
+                own, most = seconds_text(self.settings.time_s), seconds_text(limit)
                 yield error(
-                    "slurm", self._at, f"`slurm.time` is longer than the limit of partition `{name}`, {seconds_text(limit)}",
+                    "slurm", self._at, f"`slurm.time` is {own}, but the limit of partition `{name}` is {most}",
                     "shorten `slurm.time` of the pool",
                 )  # fmt: skip
             limits = (

@@ -91,7 +91,7 @@ class SourceArchive(Struct, frozen=True, kw_only=True, dict=True):
         """Return the name of the archive's directory on a node: the hash of all files (BLAKE2b, RFC 7693, 32 bytes).
 
         Each file is hashed as a line with name and size, then its content. The stub computes the same digest from the unpacked
-        directory before it imports anything from there.
+        directory before it imports a source file from there.
         """
         digest = hashlib.blake2b(digest_size=32)
         for name, data in self._sources.items():
@@ -104,9 +104,9 @@ STORAGE: Final = SourceArchive(package="distflow.storage", modules=_STORAGE)
 
 
 # The whole stub must parse on old versions of Python, so that they can report their version. Nothing is imported from a
-# directory that another user could replace, or whose files differ from those that were sent. The first start of a service also
-# writes its modules, compiled, into one file, from which later starts read them: reading one file is faster than reading and
-# checking dozens, above all over NFS.
+# directory that another user could change, and no source file whose content differs from what was sent. The first start of a
+# service also writes its modules, compiled, into one file with a checksum (CRC-32), from which later starts read them: reading
+# one file is faster than reading and checking dozens, above all over NFS.
 STUB: Final = (
     r"""
 import gc,marshal,os,signal,sys
@@ -285,9 +285,11 @@ serve(root,umask)
     .replace("@TEXT@", MARKER_TEXT.replace("\n", "\\n"))
 )
 
-_LONGEST_TEXT: Final = 4096
-_NOISE: Final = 16 * 1024
-_MOST_NOISE: Final = 4 * 1024 * 1024
+_MAX_FIELD: Final = 4096
+_KEPT_OUTPUT: Final = 16 * 1024
+"""Characters at the end of the login's own output that are kept for messages."""
+_MAX_LINE: Final = 4 * 1024 * 1024
+"""Length in bytes of a line of the login's own output that makes the connection fail."""
 
 
 def service_argv(root: str, python: str, nonce: str, service: str, bundle: SourceArchive = RUNTIME) -> list[str]:
@@ -376,7 +378,7 @@ def _report(node: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise BootstrapFailed(node, f"the node's report of a failure is malformed: {error}") from None
     return {
-        key: value if isinstance(value, bool | int | None) else str(value)[:_LONGEST_TEXT]
+        key: value if isinstance(value, bool | int | None) else str(value)[:_MAX_FIELD]
         for key, value in fields.items()
         if key != "errno" or isinstance(value, int)
     }
@@ -433,7 +435,7 @@ class _Greeting:
                 self._add_noise(line + newline)
                 continue
             data = self._channel.read()
-            if not data or len(self.rest) > _MOST_NOISE:
+            if not data or len(self.rest) > _MAX_LINE:
                 self._add_noise(self.rest)
                 raise self._failure() if not data else self._too_noisy()
             self.rest += data
@@ -444,10 +446,10 @@ class _Greeting:
         return f"The node printed:\n{printed[-2000:]}" if printed else ""
 
     def _add_noise(self, text: bytes) -> None:
-        self.noise = (self.noise + text.decode("utf-8", "replace"))[-_NOISE:]
+        self.noise = (self.noise + text.decode("utf-8", "replace"))[-_KEPT_OUTPUT:]
 
     def _too_noisy(self) -> BootstrapFailed:
-        what = f"the login printed a line of more than {_MOST_NOISE >> 20} MiB before `{self._python}` answered"
+        what = f"the login printed a line of more than {_MAX_LINE >> 20} MiB before `{self._python}` answered"
         return BootstrapFailed(self._node, what, hint=f"correct the startup files of the login's shell.\n{self.other_output()}")
 
     def _failure(self) -> NodeUnreachable | BootstrapFailed:

@@ -207,7 +207,7 @@ class OutputReader:
             on_progress(name, at)
         if self._stream.line().get("hash") != digest.hexdigest():
             local.drop()
-            raise OpError("damaged", f"the received file `{name}` is damaged: wrong checksum")
+            raise OpError("damaged", f"`{name}` was damaged during the transfer (wrong checksum): run the command again")
         local.finish(int(answer["modified_ns"]))
         counts.files += 1
         counts.size += size
@@ -280,7 +280,11 @@ class _LocalFile:
         """Open the incomplete file. Return the number of its bytes and their SHA-256."""
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         if os.path.isdir(self._path) and not os.path.islink(self._path):
-            raise IsADirectoryError(errno.EISDIR, "it is a directory here and a file on the node", self._path)
+            raise IsADirectoryError(
+                errno.EISDIR,
+                "it is a directory here, but a file on the node: rename it, or use another destination",
+                self._path,
+            )
         self._fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

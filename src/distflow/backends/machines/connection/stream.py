@@ -36,7 +36,7 @@ class _Refusal(msgspec.Struct):
 
 
 class _Line(msgspec.Struct, kw_only=True):
-    """Fields of lines that other code relies on. The node is not trusted."""
+    """The types of the fields that callers read. Each line is checked against them, because the node is not trusted."""
 
     error: _Refusal | None = None
     at: _Count = 0
@@ -77,7 +77,7 @@ class ServiceStream:
     """
 
     def __init__(self, node: str, opened: Opened, ended: str, keepalive: bytes = EMPTY_LINE) -> None:
-        """Use a started service. ``keepalive`` is the keepalive message."""
+        """Take over the connection to a started service. ``keepalive`` is the keepalive message."""
         self._node = node
         self._channel = opened.channel
         self._buffer = bytearray(opened.received)

@@ -21,7 +21,8 @@ from msgspec import Struct
 from distflow.backends.machines.connection.bootstrap import STORAGE, open_service
 from distflow.backends.machines.connection.stream import EMPTY_FRAME, EMPTY_LINE, ServiceStream
 from distflow.documents.quantities import bytes_text
-from distflow.errors import AgentError, NodeUnreachable, StorageError
+from distflow.documents.text import plain
+from distflow.errors import AgentError, NodeUnreachable, StateError, StorageError
 from distflow.runtime.files.safe_files import reserve_bytes
 from distflow.runtime.services.frames import frames, receive
 from distflow.runtime.wire import OpError, encode
@@ -96,7 +97,8 @@ def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) ->
             _write(stream, frame, EMPTY_FRAME if at < blob.size else EMPTY_LINE)
             progress(at)
     if at < blob.size:
-        raise OSError(errno.EIO, "the file was truncated while it was sent", str(blob.path))
+        what = f"the copy of `{blob.name}` in the state directory became shorter while it was sent"
+        raise StateError(what, hint="submit the workflow again")
     stream.line()
 
 
@@ -159,7 +161,8 @@ def fetch_output(
         if place is not None and not digest:
             return Fetched(digest="", size=0, files=0, left_out=())
         if not _SHA_256.fullmatch(digest):
-            raise AgentError(transport.name, "bad_request", f"it sent an invalid checksum of the packed files: {digest!r}")
+            what = f"it sent an invalid checksum of the packed files: `{plain(digest[:80])}`"
+            raise AgentError(transport.name, "bad_request", what)
         found = Fetched(digest=digest, size=size, files=int(reply["files"]), left_out=tuple(reply["left_out"]))
         if stays is not None and stays(digest, size):
             return replace(found, is_here=False)
