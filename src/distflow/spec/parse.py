@@ -171,7 +171,10 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     timeouts, retry = _parse_timeouts(top, Timeouts()), parse_retry(top, Retry())
     named = [*((group.string("name") or "", tasks) for group, tasks in written), *((None, [task]) for task in alone)]
     graph = Graph(
-        [(name or tasks[0].string("name") or "", [(task, replica_names(task)) for task in tasks]) for name, tasks in named]
+        [
+            (name or next((task.string("name") for task in tasks), "") or "", [(task, replica_names(task)) for task in tasks])
+            for name, tasks in named
+        ]
     )
     group_of = {
         replica: f"{task.string('name') or ''}-group" if name is None else name
@@ -355,7 +358,7 @@ def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -
     if keyword == "oneOf":
         return _one_of(path, value, rule)
     if keyword == "type" and path and path[-1] == "args" and isinstance(value, str):
-        hint = 'write it as a list: ["bash", "-c", "…"], or one item for each word'
+        hint = 'write a list with one item for each word, such as ["--lr", "0.1"]'
         return f"`{path_text(path)}` must be a list of strings, not one string", hint
     if keyword == "additionalProperties" and path[1:2] == ("notify",) and "command" in value:
         hint = "move the entry to `notify` of distflow.yaml, or of your profile (`distflow profile set notify`)"
@@ -369,8 +372,13 @@ def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -
     return None
 
 
-def _one_of(path: KeyPath, value: Mapping[str, Any], rule: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return message and hint for a mapping that needs one of two keys. The message is empty for values that OSMO accepts."""
+def _one_of(path: KeyPath, value: Any, rule: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return message and hint for a mapping that needs one of two keys.
+
+    The message is empty for values that OSMO accepts, and for a value that is not a mapping, which is reported as a wrong type.
+    """
+    if not isinstance(value, Mapping):
+        return "", ""
     one, other = (choice["required"][0] for choice in rule["oneOf"])
     name = path_text(path)
     if one == "contents":

@@ -1,4 +1,4 @@
-"""Invalid specs, and all messages about them.
+"""Invalid specs, and all messages about them. Also every spec of a test with one wrong value.
 
 Each ``goldens/problems/spec_*.yaml`` breaks a rule (some break many of one kind). The messages are in the ``.txt`` file of the
 same name. ``test_layout_goldens.py`` tests the other specs of this directory.
@@ -6,14 +6,19 @@ same name. ``test_layout_goldens.py`` tests the other specs of this directory.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from distflow.documents.problems import ProblemsFound, errors_of
-from distflow.spec.parse import load_spec
+from distflow.spec.parse import load_spec, load_spec_text
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "problems"
 CASES = sorted(GOLDENS.glob("spec_*.yaml"))
@@ -68,3 +73,25 @@ def test_no_message_has_the_words_of_the_schema_validator(path: Path) -> None:
         "None",
     ):
         assert phrase not in messages
+
+
+def wrong_values(value: Any) -> Iterator[Any]:
+    """Yield copies of a document in which one value has the wrong type or is missing."""
+    yield from (None, 5, [5], {}, "x")
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for wrong in wrong_values(one):
+            changed = copy.copy(value)
+            changed[key] = wrong
+            yield changed
+
+
+@pytest.mark.parametrize("name", ["barrier", "checkpoint", "credentials", "datasets", "files", "labels", "topology", "urls"])
+def test_a_wrong_value_anywhere_is_a_problem_or_valid(name: str, tmp_path: Path) -> None:
+    path = GOLDENS.parent / "osmo" / f"{name}.yaml"
+    for changed in wrong_values(yaml.safe_load(path.read_text())):
+        try:
+            load_spec_text(json.dumps(changed), path.name, tmp_path)
+        except ProblemsFound:
+            continue
+        except Exception as error:
+            raise AssertionError(changed) from error
