@@ -58,7 +58,7 @@ def parse_error_file(content: object) -> Optional[ErrorReport]:
     extra = extra if isinstance(extra, dict) else {}
     callstack = extra.get("py_callstack")
     return ErrorReport(
-        message=str(message),  # torch writes a plain text for a process that was killed
+        message="" if message is None else str(message),  # torch writes a plain text for a process that was killed
         callstack=callstack if isinstance(callstack, str) else "",
         rank=_integer(content.get("rank")),
         pid=_integer(content.get("pid")),

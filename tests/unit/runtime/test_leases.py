@@ -209,6 +209,12 @@ def test_a_directory_in_which_any_user_may_remove_leases_is_repaired_or_refused(
         path.chmod(0o1777)
         node_leases.take(str(path), 1, [0], None, {"user": "me"}).close()
         assert lease_files.foreign_owner(str(path)) in (pwd.getpwuid(65534).pw_name, "65534")
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    os.close(lease_files.open_directory(str(link)))
+    tmp_path.chmod(0o1777)
+    with pytest.raises(OpError, match="is a link in a directory that all users may write to"):
+        lease_files.open_directory(str(link))
     assert lease_files.foreign_owner(str(tmp_path)) == ""
     assert lease_files.foreign_owner(str(tmp_path / "none")) == ""
 
@@ -260,6 +266,9 @@ def test_the_error_names_a_lock_file_that_cannot_be_created(tmp_path: Path, monk
         node_leases.take(str(tmp_path / "leases"), 0, [], 7, {})
     with pytest.raises(OpError, match=r"0 of 1 GPUs .* needs 1. Cannot lock gpu-3\.lock: No space left on device$"):
         node_leases.take(str(tmp_path / "leases"), 1, [3], None, {})
+    monkeypatch.setattr(node_leases, "open_lock", refuse)
+    with pytest.raises(OpError, match=r"^cannot use the lease directory `.*leases`: No space left on device \(claims\.lock\)$"):
+        node_leases.take(str(tmp_path / "leases"), 0, [], None, {}, {"cpus": (1, 2)})
 
 
 def test_only_positive_integers_are_amounts() -> None:

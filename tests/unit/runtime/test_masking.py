@@ -93,6 +93,12 @@ def test_the_secrets_to_mask_are_shared_between_keeper_and_runner() -> None:
     assert read_shared(shared) is None
 
 
+def test_a_named_pipe_as_error_file_is_removed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "error.json")
+    clean_error(str(tmp_path), Mask(["s3cret"]))
+    assert not (tmp_path / "error.json").exists()
+
+
 def test_an_error_file_is_masked_in_place(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     clean_error(str(tmp_path), Mask(["s3cret"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,10 @@ def test_an_invalid_error_file_is_ignored(tmp_path: Path, content: str) -> None:
     assert records.read_error(str(tmp_path)) is None
 
 
-def test_a_named_pipe_as_error_file_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "error.json")
-    assert records.read_error(str(tmp_path)) is None
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_named_pipes_in_place_of_the_files_do_not_block(has_writer: bool, tmp_path: Path) -> None:
+    readers = {"error.json": records.read_error, "runner.json": records.read_state, "exit.json": records.read_end}
+    for name, read in readers.items():
+        os.mkfifo(tmp_path / name)
+        with open(tmp_path / name, "rb+", buffering=0) if has_writer else nullcontext():
+            assert read(str(tmp_path)) is None

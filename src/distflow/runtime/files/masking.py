@@ -153,21 +153,17 @@ def clean_error(directory: str, mask: Optional[Mask]) -> None:
     path = os.path.join(directory, "error.json")
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    except OSError:
-        _remove(path)
-        return
-    with os.fdopen(fd, "r+b") as file:
-        try:
+        with os.fdopen(fd, "r+b") as file:  # raises `OSError` for a FIFO
             data = file.read(_ERROR_BYTES)
             clean = mask.data(data)
             if clean != data or os.fstat(fd).st_size > len(data):
                 file.seek(0)
                 file.write(clean)
                 file.truncate()
-        except OSError:
-            _remove(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        _remove(path)
 
 
 def _remove(path: str) -> None:

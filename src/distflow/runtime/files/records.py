@@ -152,7 +152,7 @@ def _read(directory: str, name: str) -> bytes:
     """Return a record's bytes; of a record that is too large, one byte more than is accepted. Opening a FIFO does not block."""
     fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb", buffering=0) as file:
-        return file.read(MAX_BYTES + 1)
+        return file.read(MAX_BYTES + 1) or b""  # None for a FIFO that a process has open for writing
 
 
 def read_end(directory: str) -> Optional[Json]:
@@ -177,7 +177,7 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     """Return the attempt's error file (torch's format), shortened to fit into the record.
 
     ``mask`` masks secrets in the result and in the file itself. The result can always be encoded as UTF-8.
-    Returns None if there is no readable error file, or if it is not a JSON object.
+    Returns None if there is no readable error file, or if it is not a JSON object of at most 4 MiB and ``_ERROR_DEPTH`` levels.
     """
     clean_error(directory, mask)
     try:
@@ -186,7 +186,7 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
         return None
     with os.fdopen(fd, "rb") as file:
         try:
-            text = file.read(_MAX_ERROR_FILE).decode("utf-8", "replace")
+            text = (file.read(_MAX_ERROR_FILE) or b"").decode("utf-8", "replace")
             error = _without_surrogates(decode_json(text, max_bytes=2 * _MAX_ERROR_FILE), _ERROR_DEPTH)
         except (OSError, ValueError):
             return None

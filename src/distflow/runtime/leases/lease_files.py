@@ -55,6 +55,7 @@ class FileLock(NamedTuple):
 def open_directory(path: str) -> int:
     """Open the directory, and create it if necessary. Raises ``OpError``."""
     path = os.path.abspath(os.path.expanduser(path))
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         if not os.path.isdir(path):
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
@@ -63,12 +64,16 @@ def open_directory(path: str) -> int:
                 os.chmod(path, 0o1777)  # for all users; mkdir's mode is reduced by the umask
             except FileExistsError:
                 pass
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         # In a world-writable directory, a link may be a trap. Elsewhere it is the administrator's choice.
         if os.stat(os.path.dirname(path)).st_mode & stat.S_IWOTH:
             flags |= os.O_NOFOLLOW
         directory = os.open(path, flags)
     except OSError as error:
+        if flags & os.O_NOFOLLOW and os.path.islink(path):
+            text = (
+                "the lease directory `{}` is a link in a directory that all users may write to; set `lease_dir` to its target"
+            )
+            raise OpError("permission", text.format(path)) from error
         raise OpError.from_os(error, "cannot use the lease directory `{}`".format(path)) from error
     try:
         _refuse_open_to_all(directory, path)
@@ -122,7 +127,8 @@ def open_lock(directory: int, name: str) -> int:
             continue
         os.fchmod(fd, 0o666)
         return fd
-    raise FileNotFoundError(errno.ENOENT, "other processes repeatedly created and removed the lock file", name)
+    remedy = "find the program that cleans the lease directory, or set another `lease_dir`"
+    raise FileNotFoundError(errno.ENOENT, "other processes repeatedly create and remove this lock file; " + remedy, name)
 
 
 def lock(directory: int, name: str, holder: Json) -> FileLock:
@@ -267,6 +273,7 @@ _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshf
 def lease_directory_id(lease_dir: str) -> str:
     """Return an id of the lease directory, which does not depend on its path; empty if the directory cannot be used.
 
+    Creates the directory if necessary.
     Two nodes of a pool with the same id are the same machine, or share the directory over the network.
     """
     if not lease_dir:

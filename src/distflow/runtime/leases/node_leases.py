@@ -61,8 +61,8 @@ def take(
 ) -> Held:
     """Lease ``gpus`` GPUs out of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
 
-    Leases all of them or raises ``OpError``. ``holder`` is the record for the lock files. GPUs of the processes ``users`` are
-    unavailable while these processes live.
+    Leases all of them or none. Raises ``OpError``. ``holder`` is the record for the lock files. GPUs of the processes ``users``
+    are unavailable while these processes live.
     """
     held = Held([], None, [], [])
     wanted = wanted or {}
@@ -86,6 +86,8 @@ def take(
         held.close()
         if uses_tickets and isinstance(error, OpError) and error.kind == "busy":
             tickets.write_ticket(directory, holder, amounts)
+        if isinstance(error, OSError):
+            raise OpError.from_os(error, "cannot use the lease directory `{}`".format(lease_dir)) from error
         raise
     finally:
         os.close(directory)
@@ -217,7 +219,7 @@ def _bind(port: int) -> List[int]:
                     raise
             port = port or _port_of(bound[0])
         return bound
-    except OSError:
+    except (OSError, OverflowError):
         for fd in bound:
             os.close(fd)
         raise
