@@ -69,7 +69,7 @@ def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
     joined = 0
     while joined < args.nodes:
         if clock() > deadline:
-            hint = "the logs of the other tasks show why"
+            hint = "the logs of the other tasks show why" if joined else "Ray on this node does not answer, see above"
             _say(f"only {joined} of {args.nodes} nodes have joined Ray after {args.timeout:g} s; {hint}")
             return 1
         joined = _await_nodes(args.nodes, deadline - clock())

@@ -686,7 +686,7 @@ def test_a_gpu_lease_without_room_for_its_directory_is_refused_and_the_agent_con
     link = node.connect(python=write_python_wrapper(tmp_path, f"export PATH={smi.parent}:$PATH"))
     (node.root / node.workflow).write_text("in place of its directory")
     lease: dict[str, Any] = {"gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
-    assert "`lease` failed: " in refused(link, "internal", "lease", attempt=node.attempt(), gpus=1, **lease)
+    assert "cannot create the attempt in `" in refused(link, "internal", "lease", attempt=node.attempt(), gpus=1, **lease)
     link.request("ping")
 
 

@@ -79,11 +79,11 @@ def test_a_node_that_closes_the_connection_before_its_hub_starts_is_unreachable(
 
 def test_an_error_about_an_allocated_node_does_not_name_the_login_node() -> None:
     def find() -> Endpoint:
-        raise NodeUnreachable("n1", "placement group 1 does not include this node")
+        raise NodeUnreachable("n1", "Ray reports no ready actor of placement group 1 on this node")
 
     with pytest.raises(NodeUnreachable) as caught:
         EndpointTransport("n1", LocalTransport("login"), find, sys.executable).open(["python3"])
-    assert caught.value.message == "n1: placement group 1 does not include this node"
+    assert caught.value.message == "n1: Ray reports no ready actor of placement group 1 on this node"
 
 
 def hub_of(transport: MultiplexedTransport) -> int:

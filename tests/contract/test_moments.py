@@ -308,16 +308,16 @@ def test_an_attempt_that_ends_while_leftovers_are_searched_is_not_unsettled(
     link = node.connect()
     attempt = node.start(link, ["sleep", "60"])
     pair = [node.state(attempt)[role]["pid"] for role in ("runner", "keeper")]
-    is_watched = orphans.is_watched
+    is_guarded = orphans.is_guarded
     stops: list[Any] = []
 
     def end_and_check(directory: str) -> bool:
         if not stops:
             stops.append(link.request("stop", attempt=attempt, grace_s=0, why=""))
             wait_until(lambda: not any(map(is_alive, pair)), 20, "the end of runner and keeper")
-        return is_watched(directory)
+        return is_guarded(directory)
 
-    monkeypatch.setattr(orphans, "is_watched", end_and_check)
+    monkeypatch.setattr(orphans, "is_guarded", end_and_check)
     leftovers = reaping._Leftovers(str(node.root))
     assert leftovers.unsettled() == []
     assert stops

@@ -121,7 +121,7 @@ def test_arguments_that_are_not_valid_utf8_are_refused(cli: Cli) -> None:
     for arguments in (["submit", f"{folder}/spec.yaml"], ["query", "caf\udce9"], ["list", "--name", "caf\udce9"]):
         done = cli.run("workflow", *arguments)
         assert done.code == 2, done.err
-        assert "is not valid UTF-8" in done.err
+        assert "is not valid UTF-8\nrename the file" in done.err
     assert "There are no workflows yet" in cli.run("workflow", "list").out
 
 

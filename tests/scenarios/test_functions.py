@@ -112,6 +112,8 @@ def test_errors_of_a_function_are_raised_with_their_cause(cli: Cli, project: Pat
         if how == "unpicklable":
             error = ValueError("with a lock")
             error.lock = threading.Lock()  # type: ignore[attr-defined]
+            if hasattr(error, "add_note"):
+                error.add_note("a note\nof two lines")
             raise error
         if how == "killed" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), 9)

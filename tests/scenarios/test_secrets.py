@@ -246,7 +246,7 @@ def test_validate_checks_the_credentials_of_this_machine(cli: Cli) -> None:
 def test_set_env_takes_a_value_from_the_environment(cli: Cli) -> None:
     spec = cli.spec("workflow: {name: env, tasks: [{name: a, command: [sh, -c, 'printf %s $SET | wc -c; echo $SET']}]}")
     refused = cli.run("workflow", "submit", spec, "--set-env", "SET")
-    assert (refused.code, "value 1 of --set-env is not of the form NAME=VALUE" in refused.err) == (2, True)
+    assert (refused.code, "value 1 of --set-env is neither NAME=VALUE nor a variable" in refused.err) == (2, True)
     cli.environment["SET"] = SET
     process = cli.start("workflow", "submit", spec, "--set-env", "SET", "--wait")
     assert process.stdout is not None

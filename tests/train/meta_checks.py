@@ -111,6 +111,19 @@ def initialization_errors() -> Results:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
 
+    class Forgetful(nn.Module):
+        """A model that initializes its modules as models of Hugging Face do, but forgets the weight of a linear layer."""
+
+        base_model_prefix = "model"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(4, 4)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         model[1].weight = model[0].weight
@@ -124,6 +137,7 @@ def initialization_errors() -> Results:
         "tied": lambda: parallelize(on_meta(tied), "pipeline", loss=loss_of),
         "partly": lambda: parallelize(partly(), "fsdp"),
         "forgotten": lambda: parallelize(on_meta(lambda: nn.Sequential(_Scale("scale"))), "fsdp"),
+        "forgotten by the model": lambda: parallelize(on_meta(Forgetful), "fsdp"),
         "traced": lambda: make_plan(
             on_meta(lambda: _Scale("scale")), "pipeline", loss=loss_of, example=(torch.ones(2, 4),), split_points=["inner"]
         ),

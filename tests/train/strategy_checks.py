@@ -323,6 +323,7 @@ def refusals() -> Results:
         "sequence": lambda: make_plan(
             new_model(), "tp", plan={"*.up_proj": "colwise", "*.down_proj": "rowwise"}, sequence_parallel=True
         ),
+        "sequence without norms": lambda: make_plan(nn.Sequential(fused("q", 8), fused("q", 8)), "tp", sequence_parallel=True),
         "layers": lambda: make_plan(Shifted(), "ddp", activation_checkpointing=True),
         "class": lambda: make_plan(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
         "call": lambda: make_plan(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),

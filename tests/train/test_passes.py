@@ -64,6 +64,15 @@ def test_a_pipeline_refuses_a_batch_without_samples() -> None:
         plan.forward_backward(torch.ones(0, 2), torch.ones(0, 1), nn.functional.mse_loss)
 
 
+def test_a_batch_with_fewer_samples_than_micro_batches_is_refused_with_the_setting_to_change() -> None:
+    plan = ParallelPlan(nn.Linear(2, 1), make_strategy("none", 1, {"gradient_accumulation_steps": 8}))
+    batch = torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss
+    with pytest.raises(ValueError, match="set the strategy's `gradient_accumulation_steps` to a number from 1 to 4"):
+        plan.forward_backward(*batch)
+    with pytest.raises(ValueError, match="set `micro_batches` to a number from 1 to 4"):
+        plan.forward_backward(*batch, micro_batches=0)
+
+
 def test_context_parallelism_refuses_tensors_without_a_time_dimension() -> None:
     parts = part_of_sequences(init_device_mesh("cpu", (1,)), torch.ones(4), None)
     with pytest.raises(ValueError, match=r"must have the shape \(samples, time, …\).*found \(4,\)"), parts:

@@ -56,7 +56,7 @@ def main() -> None:
         value = function(*args, **kwargs)
     except Exception as error:
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
-        name = traceback.format_exception_only(type(error), error)[-1].strip()
+        name = traceback.format_exception_only(type(error), error)[-1 - _count_note_lines(error)].strip()
         _store(result_path, {"error": _pickled(cloudpickle, error), "traceback": shown, "name": name})
         raise
     try:
@@ -87,6 +87,11 @@ def _check_python(result_path: Path, wanted: str, executable: str) -> None:
             f"Use the same version: set `python=` of `distflow.run` or `Launcher` to the path of a "
             f"Python {wanted} on the nodes",
         )
+
+
+def _count_note_lines(error: Exception) -> int:
+    """Return the number of lines of ``add_note`` that end the text of an exception (Python 3.11 and newer)."""
+    return sum(len(str(note).split("\n")) for note in getattr(error, "__notes__", ()))
 
 
 def _exit_with_error(result_path: Path, message: str) -> NoReturn:

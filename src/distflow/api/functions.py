@@ -1,11 +1,12 @@
 """Run Python functions on every rank of a gang, and return the values of all ranks.
 
-distflow sends the function and its arguments as a pickle of cloudpickle, together with cloudpickle and with the files of a
-project (see ``Launcher.project``). The pickle contains functions of a notebook or a script by value, and functions of a module
-by name. The nodes need the same minor version of Python and the packages that the pickle refers to. distflow checks both before
-it stores anything, except on nodes that do not answer and on nodes that Slurm, Kubernetes or Ray allocates later. If the job
-sets ``PYTHONPATH``, packages are not checked, because they may be in the project. The results are pickles, too.
-Loading a pickle runs code, so run functions only on nodes that you trust.
+distflow pickles the function and its arguments with cloudpickle, and sends the pickle, the package cloudpickle and the files of
+a project (see ``Launcher.project``). The pickle contains functions of a notebook or a script by value, and functions of a
+module by name. The nodes need the same minor version of Python and the packages that the pickle refers to. distflow checks both
+before it stores anything, except on nodes that do not answer and on nodes that Slurm, Kubernetes or Ray allocates later. If the
+job sets ``PYTHONPATH``, packages are not checked, because they may be in the project. If it uses ``venv``, packages are not
+checked on nodes that have not built the environment yet. The results are pickles, too. Loading a pickle runs code, so run
+functions only on nodes that you trust.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ class Launcher:
         Raises:
             InputError: if a setting is not valid, or if the function does not take the arguments.
             InputError: if the function or an argument cannot be pickled, or if the project is not a directory.
-            InputError: if a node has another minor version of Python, or lacks a package that the function uses.
+            InputError: if a checked node has another minor version of Python, or lacks a package that the function uses.
             NotFound: if the pool does not exist.
             ProblemsFound: if the pool cannot hold the job.
             SupervisorError: if the supervisor does not start.
@@ -453,6 +454,7 @@ def run(
         InputError: if ``on_interrupt`` is not valid, or if the job cannot be submitted (see ``Launcher.submit``).
         NodeError: if the results cannot be copied from a node.
         ProblemsFound: if the pool cannot hold the job.
+        StorageError: if this machine has no space for the results.
         SupervisorError: if the supervisor does not start.
         WorkflowEnded: if the job failed without an exception from the function (see ``FunctionJob.result``).
 
@@ -491,7 +493,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.packages: set[str] = set()
 
     def reducer_override(self, obj: object) -> object:
-        """Pickle an object like cloudpickle, but keep the file names of code. Record packages that are pickled by name."""
+        """Pickle an object like cloudpickle, but keep the file names of code. Record packages of objects pickled by name."""
         if isinstance(obj, CodeType):
             # From version 3.1.3, cloudpickle replaces the file name. Tracebacks on nodes need the original one.
             make, fields = self.dispatch_table[CodeType](obj)

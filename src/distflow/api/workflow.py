@@ -478,7 +478,7 @@ class Workflow:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def outputs(self, *, task: str | Sequence[str] = ()) -> tuple[TaskOutputs, ...]:
-        """List the output files of tasks that run or have ended.
+        """List the output files of tasks that run or have ended. A node's error is in its tasks' results, and not raised.
 
         Args:
             task: Names of tasks. Default: all tasks that have run.

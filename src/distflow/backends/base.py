@@ -1,7 +1,7 @@
 """The protocol of a backend: commands return at once, except ``deliver`` and ``close``.
 
-Observations report the results of commands, except that of ``deliver``. An observation is a fact with the time at which it was
-seen. ``supervisor.decide`` determines the next commands from the observations.
+Observations report the results of commands, except the result of ``deliver``. An observation is a fact with the time at which
+it was seen. ``supervisor.decide`` determines the next commands from the observations.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class NodeDown(_Observed, frozen=True, kw_only=True):
     node: str
     error: str
     since: float | None = None
-    """Time of the last message. ``None`` if the node never sent one, or none since the last ``NodeDown``."""
+    """Time of the last message. ``None`` if the node was not up since the last ``NodeDown``, or if its allocation has ended."""
     needs_action: bool = False
     """Whether a person must repair the login, the host key, or the Python or ``root`` of the node before a retry can help."""
     is_engine_away: bool = False

@@ -252,8 +252,8 @@ def _discard_output(stream: TextIO) -> None:
 def repeat_options(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``--set a=1 b=2`` rewritten as ``--set a=1 --set b=2``, because typer does not parse this form.
 
-    OSMO accepts several values after one option. This function rewrites all options of ``NAME=VALUE`` pairs (``_PAIRS``). For
-    commands without positional arguments, it also rewrites the options in ``_LISTS``, as in ``list -s RUNNING PENDING``.
+    OSMO accepts several values after one option. This function rewrites the options in ``_PAIRS`` and, for commands
+    without positional arguments, those in ``_LISTS``, as in ``list -s RUNNING PENDING``.
 
     >>> repeat_options(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
     ['spec.yaml', '--set', 'a=1', '--set', 'b=2', '--dry-run']
@@ -331,7 +331,8 @@ def _handle_other_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         return usage_error.exit_code
     if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
         # Arguments can be any bytes, but distflow stores and sends text. Do not print the argument: it can be a secret.
-        _print_error("error: an argument or the name of a file is not valid UTF-8")
+        problem = "an argument or the name of a file is not valid UTF-8"
+        _print_error(f"error: {problem}\nrename the file, or write the argument in UTF-8")
         return 2
     from distflow.client.client import state_directory_of
 
@@ -351,5 +352,6 @@ def _handle_other_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
         _print_error(f"error: a bug in distflow: {error!r}\nPlease report it with the traceback in {path}.")
     except OSError:
-        _print_error(f"error: a bug in distflow:\n{text}")
+        problem = f"error: a bug in distflow: {error!r}"
+        _print_error(f"{problem}\nPlease report it with this traceback, which could not be written to {path}:\n{text}")
     return _BUG

@@ -128,7 +128,7 @@ def complete_pool(client: Client, params: Mapping[str, Any]) -> Iterable[str]:  
 
 @_completer
 def complete_node(client: Client, params: Mapping[str, Any]) -> Iterable[str]:
-    """Complete the name of a node of the named pools, or else of all pools. With a hostfile, also of its hosts."""
+    """Complete the name of a node of the named pools, or else of all pools. Hosts of a hostfile replace the default pool's."""
     from distflow.client.completion import node_names
 
     pools = params.get("pool") or ()

@@ -27,8 +27,8 @@ from distflow.client.nodes import (
 )
 from distflow.client.workflows import workflow_ids
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import bytes_text, count_text, duration, parse_duration
-from distflow.documents.text import plain
+from distflow.documents.quantities import bytes_text, count_text, duration_hms, parse_duration
+from distflow.documents.text import few, plain
 from distflow.errors import DistflowError, InputError, InvalidValue, NodeError
 
 __all__ = [
@@ -73,15 +73,25 @@ def clean(
     _raise_first(nodes, [result.error for result in results], hostfile, format_type)
 
 
-def _raise_first(nodes: Sequence[PoolNode], errors: Sequence[str], hostfile: str | None, format_type: Format) -> None:
-    """Raise the first error of some nodes. With JSON, only exit, because the document already contains the error."""
+def _raise_first(
+    nodes: Sequence[PoolNode],
+    errors: Sequence[str],
+    hostfile: str | None,
+    format_type: Format,
+    *,
+    remedy: str = "to check the node",
+) -> None:
+    """Raise the first error of some nodes, with a hint of ``remedy`` and the command that checks the node.
+
+    With JSON, only exit, because the document already contains the error.
+    """
     failed = next(((pool, node, error) for (pool, node), error in zip(nodes, errors, strict=True) if error), None)
     if failed is None:
         return
     if format_type is Format.JSON:
         raise typer.Exit(NodeError.exit_code)
     pool, node, error = failed
-    hint = f"to check the node: {pool_check_command(pool.name, node.name, hostfile=hostfile)}"
+    hint = f"{remedy}: {pool_check_command(pool.name, node.name, hostfile=hostfile)}"
     raise NodeError(node.name, error, hint=hint)
 
 
@@ -120,7 +130,7 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
         for venv in one.venvs:
             what = f"the Python environment of {plain(venv.file)}" if venv.file else "an incomplete Python environment"
             days = int(venv.unused_s // 86400)
-            unused = count_text(days, "day") if days else duration(venv.unused_s)
+            unused = count_text(days, "day") if days else duration_hms(venv.unused_s)
             print(f"{one.node}: {verb} {what} ({bytes_text(venv.size)}, unused for {unused})")
         if one.kept_venvs:
             print(f"{one.node}: kept {count_text(one.kept_venvs, 'Python environment')}")
@@ -136,6 +146,8 @@ def reap(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Stop orphan processes and containers of earlier attempts, and jobs of ended workflows on a cluster.
+
+    Also record the end of attempts whose supervising processes were killed.
 
     Running tasks of any user are never touched. Leftovers of another root directory or user, and jobs that were submitted with
     another state directory, are listed, but not stopped. With --node, only processes and containers are stopped.
@@ -187,6 +199,7 @@ def _show_reaped(results: Sequence[Reaped], node_count: int, dry_run: bool, ids:
             verb = "would be recorded" if dry_run else "is now recorded"
             names = plain(replace_uuids(", ".join(one.settled), ids))
             print(f"{one.node}: the end of {len(one.settled)} attempt{'s' * (len(one.settled) > 1)} {verb}: {names}")
+    _show_further_errors(results, ids)
     counts = (("node", results[:node_count]), ("pool", results[node_count:]))
     reached = [count_text(n, noun) for noun, some in counts if (n := sum(not one.error for one in some))]
     if not rows and reached:
@@ -201,7 +214,7 @@ def _reaped_row(node: str, left: Leftover, dry_run: bool, ids: Mapping[str, str]
         node,
         "-" if left.pid is None else str(left.pid),
         plain(left.name),
-        "-" if left.age_s is None else duration(left.age_s),
+        "-" if left.age_s is None else duration_hms(left.age_s),
         ",".join(str(gpu) for gpu in left.gpus),
         plain(replace_uuids(left.attempt, ids)),
         done,
@@ -247,11 +260,12 @@ def uninstall(
         print(json.dumps({"nodes": rows}, indent=2))
     else:
         _show_uninstalled(results)
-    _raise_first(chosen, [one.error for one in results], hostfile, format_type)
+    remedy = "cancel the tasks that run there, or check the node"
+    _raise_first(chosen, [one.error for one in results], hostfile, format_type, remedy=remedy)
 
 
 def _confirm(nodes: Sequence[PoolNode]) -> None:
-    names = ", ".join(f"{node.name} ({node.root})" for _, node in nodes)
+    names = few([f"{node.name} ({node.root})" for _, node in nodes])
     if not sys.stdin.isatty():
         raise InputError(
             f"removing distflow and all outputs of its tasks from {names} needs a confirmation", hint="add --yes to confirm"
@@ -267,9 +281,17 @@ def _show_uninstalled(results: Sequence[Uninstalled]) -> None:
     for one in results:
         if one.error:
             continue
-        print(f"{one.node}: {'removed' if one.removed else 'not installed'}{', except:' if one.left else ''}")
+        incomplete = "removed, except:" if one.removed else "nothing could be removed:"
+        print(f"{one.node}: {incomplete if one.left else 'removed'}")
         for left in one.left:
             print(f"  {plain(left)}")
+    _show_further_errors(results, {})
+
+
+def _show_further_errors(results: Sequence[Reaped | Uninstalled], ids: Mapping[str, str]) -> None:
+    """Print all errors except the first one, with which the command ends."""
+    for one in [one for one in results if one.error][1:]:
+        print(f"{one.node}: failed: {plain(replace_uuids(one.error, ids))}")
 
 
 app.command(epilog="Examples: distflow node reap --dry-run  ·  distflow node reap --pool lab --node gpu2")(reap)

@@ -102,8 +102,8 @@ def run_command(
         typer.Option(
             "--gpus",
             min=0,
-            help="GPUs of each node. Default: as in the sbatch script, else one for each process if you give their number and "
-            "the pool or hostfile defines as many, else the number that it defines.",
+            help="GPUs of each node. Default: as in the sbatch script. Otherwise, one for each process if you give their "
+            "number, or the number that the pool or hostfile defines; none if the nodes have fewer or an unknown number.",
         ),
     ] = None,
     ranks: RanksOption = None,

@@ -196,7 +196,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableW
                 )
                 attempts.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(attempt)
             try:
-                copy, is_own = read_copy(workflow.copy, secrets) if workflow.copy else (None, False)
+                copy, is_own = read_copy(workflow.copy, secrets, answer.node) if workflow.copy else (None, False)
                 if copy is not None and copy.record.uuid == workflow.uuid:
                     copies.setdefault(workflow.uuid, []).append((answer.pool, copy, is_own))
                 elif workflow.attempts:

@@ -135,7 +135,7 @@ class Client:
 
     @property
     def mirror(self) -> Mirror:
-        """The mirrored logs."""
+        """The copies of tasks' logs on this machine."""
         from distflow.state.mirror import Mirror
 
         return Mirror(self.directory.logs)
@@ -201,8 +201,8 @@ class Client:
     def credentials_for(self) -> CredentialsFor:
         """Return a function that finds this user's stored credentials for the profile of a URL.
 
-        It returns ``None`` if there are none; the storage driver then uses the environment, files and roles of this machine.
-        Raises ``StateError`` if another user owns the state directory with the stored credentials.
+        The function returns ``None`` if there are none. The storage driver then uses the environment, files and roles of this
+        machine. Raises ``StateError`` if another user owns the state directory with the stored credentials.
         """
         from distflow.state.credentials import data_credentials
 

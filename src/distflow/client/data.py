@@ -129,7 +129,7 @@ def download_data(
 
 
 def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[SelectedObject]:
-    """Return the objects at a URL. If there are none, the list is empty, or a web URL raises ``StorageError``.
+    """Return the objects at a URL, or an empty list if there are none.
 
     Args:
         client: The client whose credentials are used.
@@ -139,7 +139,8 @@ def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") ->
 
     Raises:
         InputError: if the URL or the regular expression is not valid.
-        StorageError: if the storage is unreachable or refuses the access.
+        StorageError: if there is nothing at a web URL, if a bucket does not exist, or if the storage is unreachable or refuses
+            the access.
 
     """
     from distflow.storage.base import compile_regex, select
@@ -336,7 +337,8 @@ def download_dataset(
         manifest = datasets.manifest(plain_name, number)
         moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, on_progress=on_progress)
     if not moved.files and regex:
-        raise NotFound(f"no file of {plain_name}:{manifest.number} matches `{regex}`")
+        version = f"{plain_name}:{manifest.number}"
+        raise NotFound(f"no file of {version} matches `{regex}`", hint=f"list its files: distflow dataset info {version}")
     return manifest, moved
 
 

@@ -180,7 +180,7 @@ def _planned(
 def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) -> Pool:
     """Return the pool of the request, or else that of the spec, or else the default pool.
 
-    If it has no Slurm options, raise ``InputError`` if the request names it. Otherwise return a pool without options of jobs.
+    If its backend is not Slurm, raise ``InputError`` if the request names it. Otherwise return a pool without options of jobs.
     """
     configuration = client.configuration()
     wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None
@@ -188,7 +188,7 @@ def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) ->
     if pool.slurm is None:
         if request.pool is not None:
             hint = "name a pool with `backend: slurm`, or omit --pool and add `#SBATCH` lines to the script"
-            raise InputError(f"the pool `{pool.name}` has no Slurm options", hint=hint)
+            raise InputError(f"the pool `{pool.name}` has `backend: {pool.backend}`, not `slurm`", hint=hint)
         pool = Pool(name="slurm", backend="slurm", nodes=(), template=ssh_node())
     return pool.with_settings(request.settings)
 

@@ -101,11 +101,11 @@ def choose_nodes(
             where = f" of pool `{pool}`" if pool is not None else ""
             raise NotFound(f"there is no node `{name}`{where}", hint=did_you_mean(name, known, what="nodes"))
     if must_exist and not nodes:
-        message = f"pool `{pools[0].name}` has no nodes of its own, because {pools[0].backend} chooses them"
+        message = f"pool `{pools[0].name}` has no nodes of its own to clean up, because {pools[0].backend} chooses them"
         command = f"distflow node reap --pool {pools[0].name}"
         if len(pools) > 1:
             listing = listed([one.name for one in pools])
-            message = f"the pools {listing} have no nodes of their own, because clusters choose them"
+            message = f"the pools {listing} have no nodes of their own to clean up, because clusters choose them"
             command = "distflow node reap"
         raise InputError(message, hint=f"to end leftover jobs: {command}")
     return [one for one in nodes if not names or one[1].name in names]

@@ -70,7 +70,7 @@ class TaskOutputs(Struct, frozen=True, kw_only=True):
     files: tuple[OutputFile, ...] = ()
     """Sorted by name in each directory."""
     left_out: int = 0
-    """The number of entries that cannot be fetched: sockets, pipes, devices, and links to directories outside or to nothing."""
+    """The number of entries that cannot be fetched: sockets, pipes, devices, and links to nothing or to other directories."""
     error: DistflowError | None = None
     """Why the files are unknown or could not be fetched. For example, the node is unreachable."""
 
@@ -412,7 +412,7 @@ def _node_of(task: _Task) -> tuple[str, str]:
 
 
 def _explained(task: _Task, error: DistflowError) -> DistflowError:
-    """Return an error with the task's name, and with a remedy if the files were removed."""
+    """Return a node's error with the task's name, and with a remedy if the files were removed; any other error unchanged."""
     if isinstance(error, AgentError) and error.kind == "not_found":
         return AgentError(
             error.node, error.kind, f"the files of {task.source.shown} are gone: {error.detail}",

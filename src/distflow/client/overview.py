@@ -51,7 +51,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     """The unfinished workflows of this user, and the nodes of the pools."""
 
     workflows: tuple[tuple[WorkflowRecord, WorkflowActivity], ...]
-    """The oldest first."""
+    """The oldest first. An ended workflow is included until its logs are complete and none of its tasks remains on a node."""
     nodes: tuple[NodeState, ...]
 
 

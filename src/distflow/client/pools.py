@@ -137,9 +137,8 @@ def find_node(
     found = [one for one in members if one.node.name == name and platform in (None, one.node.platform)]
     if not found:
         where = (f" of pool `{pool}`" if pool else "") + (f" of platform `{platform}`" if platform else "")
-        raise NotFound(
-            f"there is no node `{name}`{where}", hint=did_you_mean(name, [one.node.name for one in members], what="nodes")
-        )
+        known = [one.node.name for one in members if platform in (None, one.node.platform)]
+        raise NotFound(f"there is no node `{name}`{where}", hint=did_you_mean(name, known, what="nodes"))
     return found
 
 

@@ -48,7 +48,7 @@ class OutputSource(Struct, frozen=True, kw_only=True):
     attempt: str
     """The name of the attempt on its node."""
     pool: Pool
-    """The pool as configured when the task ran."""
+    """The pool as configured when the workflow was submitted."""
     node: str
 
 

@@ -21,7 +21,7 @@ _TEXT = "{id} {uuid}\nThese are the results of this workflow. distflow does not 
 
 
 def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | None]:
-    """Mark a directory as the one with the results of a workflow. Nothing is deleted.
+    """Mark a directory as the results of a workflow, and move the results of another workflow aside. Nothing is deleted.
 
     Returns:
         Whether the directory is marked. A directory that has files and no marker is not marked, because distflow did not fetch

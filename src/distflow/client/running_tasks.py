@@ -65,8 +65,9 @@ class RunningTask(Struct, frozen=True, kw_only=True):
     ) -> Session:
         """Start a command on the task's node, in its directory, with its environment and GPUs.
 
-        The command and its remaining child processes are killed when the command ends, the connection closes or the task ends.
-        In a container of docker or podman, processes that the command leaves behind end only with the task.
+        Child processes that remain when the command ends are killed. The command and its child processes are killed when the
+        connection closes or the task ends. In a container of docker or podman, processes that the command leaves behind end
+        only with the task.
 
         Args:
             argv: The command and its arguments.
@@ -295,8 +296,8 @@ def forward_ports(
 ) -> None:
     """Forward ports of this machine to the node of a task until the task has ended, or until ``KeyboardInterrupt``.
 
-    A program other than the task may listen on the port of the node. A connection that fails causes a warning through
-    ``client.notify``.
+    The port of the node may belong to any program there, not only to the task. A connection that fails causes a warning
+    through ``client.notify``.
 
     Args:
         client: The client whose store has the workflow.
@@ -308,8 +309,9 @@ def forward_ports(
         on_ready: Called with each forwarded port after all of them are ready.
 
     Raises:
-        InputError: if the task or its next attempt is not running yet, if a newer attempt runs, if a local port is not
-            available, or if the node is this machine and a local port equals its port of the node.
+        InputError: if the task or its next attempt is not running yet, if a newer attempt runs, if ``host`` is not an address
+            of this machine, if a local port is not available, or if the node is this machine and a local port equals its port
+            of the node.
         NodeError: if the node is unreachable.
         NotFound: if the workflow does not have the task.
         WorkflowEnded: if the task has ended.
@@ -363,8 +365,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connections(listeners: list[socket.socket], check: Callable[[], object]) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield each new connection with its listener. Call ``check`` every 2 s or before the next connection.
+    """Yield pairs of a listener and a new connection.
 
+    ``check`` is called after each 2 s without a connection, and for a connection if the last call was at least 2 s ago.
     ``check`` may raise an error to stop.
     """
     checked_at = time.monotonic()

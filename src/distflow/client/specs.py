@@ -385,7 +385,7 @@ class PreviousWorkflow(Struct, frozen=True, kw_only=True):
         Returns:
             The given pool, or else the pool of the previous workflow as configured now. If the configuration no longer has it:
             the pool as configured then, or with ``hosts``, the default pool. Without ``given`` and ``hosts``, the pool keeps
-            all settings of the previous submission. Otherwise it keeps only the variables and the Python environment.
+            all settings of the previous submission. Otherwise it keeps only the environment variables and the ``venv``.
 
         Raises:
             InputError: if the given pool cannot use ``hosts``.

@@ -90,7 +90,7 @@ class SubmitRequest(Struct, frozen=True, kw_only=True):
     settings: NodeSettings = NO_SETTINGS
     """Settings of the nodes that take precedence over those of the pool, the hostfile and the spec."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Additional labels. They take precedence over labels of the spec."""
+    """Additional labels. They take precedence over labels of the spec or of the workflow to submit again."""
     priority: Priority | None = None
     """The priority in the queue. Default: that of the workflow to submit again, or else ``NORMAL``."""
 
@@ -128,15 +128,16 @@ def plan(
         blobs: The directory for copies of the files that the spec sends. Default: that of the state directory. ``submit`` needs
             the default.
         configuration: The pools. Default: read the configuration of the client.
-        on_pack: Called with the number of bytes that were read and the total number of bytes to read.
+        on_pack: Called with the number of bytes that were read, and the total number that is known so far.
 
     Returns:
         The planned workflow, for ``submit``.
 
     Raises:
-        InputError: if the request has options that this spec does not allow, if the pool cannot use the hosts, if a package for
-            data at URLs or for the backend of the pool is not installed, or if the pool is this machine, whose operating system
-            cannot run tasks.
+        InputError: if the spec is a Python script, if there are too many labels, or if a workflow to submit again gets template
+            variables or needs a secret that is not given. Also if the pool cannot use the hosts, if a package for data at URLs
+            or for the backend of the pool is not installed, or if the pool is this machine, whose operating system cannot run
+            tasks.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a file cannot be read, if a host name of ``hosts`` does not exist, or if the
             pool cannot hold a group even when idle.
@@ -196,7 +197,7 @@ def plan_checked(
         overrides: Values that the user gave.
         blobs: The directory for copies of the files.
         datasets: The base URL of datasets.
-        on_pack: Called with the number of bytes that were read and the total number of bytes to read.
+        on_pack: Called with the number of bytes that were read, and the total number that is known so far.
 
     Raises:
         ProblemsFound: if a file cannot be read, if the rank layout does not allow a variable of ``--env``, or if the pool
@@ -488,7 +489,7 @@ def plan_restart(
         workflow: The id or uuid of the workflow.
         overrides: The secrets of the workflow, which must be given again because their values are not kept for a restart.
         pool: The name of the pool to run in. Default: the pool of the workflow.
-        on_pack: Called with the number of bytes that were read and the total number of bytes to read.
+        on_pack: Called with the number of bytes that were read, and the total number that is known so far.
 
     Returns:
         The planned restart, for ``restart``.

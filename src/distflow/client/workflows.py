@@ -100,6 +100,7 @@ def list_workflows(client: Client, search: Search, *, count: int = 20, offset: i
         offset: The number of newest matching workflows to skip.
 
     Raises:
+        InputError: if a label selector of the search is not valid.
         StateError: if the store cannot be read.
 
     """
@@ -109,7 +110,7 @@ def list_workflows(client: Client, search: Search, *, count: int = 20, offset: i
 
 
 def parse_statuses(statuses: Sequence[str]) -> tuple[tuple[WorkflowState, Reason | None], ...]:
-    """Return every pair of state and reason that is shown as one of these statuses. A status that only OSMO uses has none.
+    """Return every pair of state and reason that is shown as one of these statuses. A status that only OSMO uses has no pair.
 
     Raises ``InputError`` for an unknown status.
     """
@@ -164,7 +165,7 @@ def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False)
 
 
 class WorkflowActivity(Struct, frozen=True, kw_only=True):
-    """The latest output, metrics and use of resources of a workflow, from the ends of its mirrored files."""
+    """The latest output, metrics and use of resources of a workflow, from the ends of its logs on this machine."""
 
     last_lines: Mapping[tuple[str, str, int], str]
     """The last line of each attempt's output, by group, task and attempt number, if possible without lines of a launcher."""
@@ -479,13 +480,13 @@ def _report_age(client: Client, record: WorkflowRecord) -> None:
     with contextlib.suppress(OSError):
         if is_running(directory):
             return
-    seen = max([record.submitted_at, *(event.at for event in client.store.events(record.uuid))])
+    updated_at = max([record.submitted_at, *(event.at for event in client.store.events(record.uuid))])
     then = (
         "a supervisor is starting now"
         if has_room(directory)
         else f"none can start, because the disk of {directory.path} is full"
     )
-    client.notify(f"no supervisor was running, so this status is from {local_second(seen)}; {then}")
+    client.notify(f"no supervisor was running, so this status is from {local_second(updated_at)}; {then}")
 
 
 def group_of(record: WorkflowRecord, name: str) -> GroupRecord:
@@ -531,6 +532,7 @@ def list_tasks(
         offset: The number of newest matching tasks to skip.
 
     Raises:
+        InputError: if a label selector of the search is not valid.
         StateError: if the store cannot be read.
 
     """

@@ -50,10 +50,10 @@ class _Match(Struct, frozen=True):
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     """Return the diagnoses of a case; empty if nothing shows a cause.
 
-    If memory ran out and the kernel killed a process of the task that failed first, this is the only diagnosis. Otherwise,
-    lines about waiting count only if no line names a cause, and lines about a lost peer only if nothing else shows one. Of
-    lines of the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that
-    task, its exception or other end is the cause: the other tasks only lost the connection to it.
+    If the task that failed first has the reason ``OOM_KILLED``, the lack of memory is the only diagnosis. Otherwise, lines
+    about waiting count only if no line names a cause, and lines about a lost peer only if nothing else shows one. Of lines
+    of the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that task,
+    its exception or other end is the cause: the other tasks only lost the connection to it.
     """
     killed = by_kernel(case)
     if killed is not None:
@@ -104,7 +104,7 @@ def _diagnosis(case: Case, match: _Match) -> Diagnosis:
 
 
 def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagnosis:
-    """Return a diagnosis with the rank or task, its exception, and the ranks or tasks that lost it."""
+    """Return a diagnosis with the rank or task, its exception, and the ranks or tasks that lost the connection."""
     raised = _raised_text(first.traceback)
     logs = f"logs <id> --rank {first.rank}" if first.rank.isdigit() else "logs <id>"
     return Diagnosis(
@@ -140,7 +140,7 @@ def _peers_text(case: Case, first: FirstFailure, matches: list[_Match]) -> str:
 
 
 def _peer_died(case: Case, matches: list[_Match]) -> Diagnosis:
-    """Return a diagnosis with the rank or task that failed first, and the ranks or tasks that lost it."""
+    """Return a diagnosis with the rank or task that failed first, and the ranks or tasks that lost the connection."""
     assert case.first is not None  # noqa: S101  (the caller has checked)
     task = case.first.task
     last = next((line for one in case.outcomes if one.task == task for line in reversed(one.lines) if line.strip()), "")

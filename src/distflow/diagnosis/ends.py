@@ -1,4 +1,4 @@
-"""Find the causes that the ends of tasks, the events and the kernel logs show, without the output. Pure."""
+"""Find the causes that events, kernel logs and the way tasks ended show, without the output. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CRASHED = Rule(
     cause="a process crashed in native code",
     remedy="Set `PYTHONFAULTHANDLER=1` in the task's environment to see where it crashed. SIGBUS usually means a full "
     "/dev/shm, SIGILL means a library built for another CPU. With torch 2.13 and gloo, TORCH_DISTRIBUTED_DEBUG=DETAIL makes "
-    "DDP crash if parameters are unused: try without `debug: true`.",
+    "DDP crash at construction: try without `debug: true`.",
 )
 LOST = Rule(
     key="node-lost",
@@ -37,9 +37,10 @@ LOST = Rule(
 TOO_LONG = Rule(
     key="too-long",
     shows="the reason EXEC_TIMEOUT",
-    cause="the group ran longer than its exec_timeout",
-    remedy="If the steps continued to the end (`distflow workflow logs <id>`), raise `timeout: {exec_timeout: …}`. If they "
-    "stopped, the group hung: set `timeout: {hang_timeout: 10m}`, and run `distflow workflow stacks <id>` while it runs.",
+    cause="the group ran longer than its exec_timeout, or its job reached a time limit",
+    remedy="If the steps continued to the end (`distflow workflow logs <id>`), raise `timeout: {exec_timeout: …}` or the time "
+    "limit of the job. If they stopped, the group hung: set `timeout: {hang_timeout: 10m}`, and run `distflow workflow stacks "
+    "<id>` while it runs.",
 )
 SLOW_START = Rule(
     key="start-timeout",
@@ -131,7 +132,7 @@ _NOT_EXECUTED = (126, 127)
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
-    """Return a diagnosis if memory ran out and the kernel killed a process of the task that failed first.
+    """Return a diagnosis if the task that failed first has the reason ``OOM_KILLED``.
 
     If the first failure is not known, any task counts.
     """

@@ -72,7 +72,7 @@ def duplicate_rank(case: Case, hits: Sequence[Hit]) -> str | None:
     return None
 
 
-def absent_ranks(case: Case, hits: Sequence[Hit]) -> str | None:
+def absent_ranks(case: Case, hits: Sequence[Hit]) -> str:
     """Return the missing ranks with their tasks, if they are known, the ranks that waited, and how many arrived.
 
     A rank that only a key in gloo's store names is not missing if this rank waits, too.

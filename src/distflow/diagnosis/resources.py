@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from distflow.diagnosis.model import Diagnosis
 from distflow.diagnosis.rules import Rule
-from distflow.documents.quantities import bytes_text, count_text, duration, seconds_text
+from distflow.documents.quantities import bytes_text, count_text, duration_hms, seconds_text
 from distflow.documents.text import few, ranges
 from distflow.state.samples import ResourceSamples
 
@@ -104,7 +104,7 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
 
 
 class RankPace(Struct, frozen=True, kw_only=True):
-    """The duration of a step of one rank, without waiting for others, as its ``StepTimer`` printed it."""
+    """The mean duration of one rank's steps, as its ``StepTimer`` printed it; without waiting if the loop uses ``work``."""
 
     task: str
     node: str
@@ -157,7 +157,7 @@ def find_inefficiencies(uses: Sequence[ResourceUse], paces: Sequence[RankPace] =
 
 
 def _recent(use: ResourceUse) -> ResourceUse | None:
-    """Return the last part of a run without its first minute; ``None`` if it is too short."""
+    """Return the last part of a run without its first minute; ``None`` if that part is too short."""
     times = use.samples.times
     begin = max(times[0] + _WARM_UP_S, times[-1] - _WINDOW_S)
     first = next((position for position, at in enumerate(times) if at >= begin), len(times))
@@ -280,7 +280,7 @@ def _growth(use: ResourceUse) -> Iterator[str]:
         limit = limits.get("system/memory/limit" if device == "memory" else f"system/{device}/memory_limit", 0.0)
         left_s = (limit - high) / speed
         if limit > 0 and 0 < left_s < _SOON_S:
-            words += f" of {bytes_text(limit)}; it would be full in {duration(left_s)}"
+            words += f" of {bytes_text(limit)}; it would be full in {duration_hms(left_s)}"
         yield words
 
 

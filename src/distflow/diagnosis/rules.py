@@ -51,8 +51,8 @@ Only keys of the default process group match: it contains all ranks, and other p
 
 HOST_MEMORY = Rule(
     key="host-memory",
-    shows="`can't allocate memory`, `MemoryError`, or the kernel's message that it killed a process (`OOM_KILLED`)",
-    cause="the node's memory ran out",
+    shows="`can't allocate memory`, `MemoryError`, or the reason OOM_KILLED",
+    cause="the memory of a node, container or job ran out",
     remedy="Give the task more memory, or use less: fewer workers of the data loader, no copy of the data set in every "
     "rank, loading weights on one rank only. A single huge number in the message points to a wrong shape.",
     patterns=_any(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes", _RAISED + r"MemoryError\b"),
@@ -158,7 +158,7 @@ RULES: tuple[Rule, ...] = (
         cause="a GPU's memory ran out",
         remedy="Use smaller batches per rank (and accumulate), activation checkpointing, bf16, or a strategy that shards "
         "(`distflow train advise` suggests one). If much memory is free, set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. If another process holds it, run `distflow node reap`. "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. If a process of an earlier job holds it, run `distflow node reap`. "
         "`train.MemoryGuard` skips single steps on all ranks together.",
         patterns=_any(
             r"CUDA out of memory\.? Tried to allocate (?P<wanted>[\d.]+ \w+)"
@@ -253,7 +253,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="port-taken",
         shows="`EADDRINUSE`, `Address already in use`, `cannot listen on port`",
-        cause="the rendezvous port is taken on the master's node",
+        cause="a port is taken, usually the rendezvous port on the master's node",
         remedy="Leave the port out of the spec, or use {{master_port}}: distflow finds a free one and reserves it. If you "
         "need a fixed port, `ss -ltnp` on the node shows the process that uses it; `distflow node reap` ends "
         "processes of earlier jobs. A second process with rank 0 on the same node causes the same error.",
@@ -306,7 +306,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="nccl-system",
         shows="`ncclSystemError`, `ncclUnhandledCudaError`, `ncclInternalError`",
-        cause="NCCL could not set up its connections",
+        cause="a call of NCCL to the system, CUDA or its own code failed",
         remedy="Set NCCL_DEBUG=INFO in the task's environment: the line before the error names the call that failed. "
         "Common causes are the interface, a limit on locked memory with InfiniBand (`ulimit -l unlimited`), and /dev/shm.",
         patterns=_any(r"ncclSystemError", r"ncclUnhandledCudaError", r"ncclInternalError"),

@@ -75,11 +75,11 @@ class Document(Struct, frozen=True, kw_only=True):
         return value
 
     def mark_at(self, path: Path) -> Mark:
-        """Return the mark of the value at ``path``, or of the nearest part above it."""
+        """Return the mark of the value at ``path``, or of the nearest part that contains it."""
         return self._nearest(path).mark
 
     def key_mark_at(self, path: Path) -> Mark:
-        """Return the mark of the key of ``path``, or of the nearest part above it."""
+        """Return the mark of the key of ``path``, or of the nearest part that contains it."""
         return self._nearest(path).key
 
     def raw_at(self, path: Path) -> str | None:

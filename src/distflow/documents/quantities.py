@@ -18,8 +18,8 @@ __all__ = [
     "bytes_text",
     "count_text",
     "day_start",
-    "duration",
-    "duration_text",
+    "duration_hms",
+    "duration_literal",
     "iso",
     "local_milli",
     "local_minute",
@@ -37,7 +37,7 @@ _DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
 _ISO = re.compile(r"P(?:([0-9]+)D)?(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+(?:\.[0-9]+)?)S)?)?")
 _LONGEST_S = 100 * 365 * 86400.0
 
-# OSMO accepts the unit `m` for memory; here it stands for one byte.
+# OSMO accepts the unit `m` for memory, and so does distflow: `5m` is 5 bytes.
 _POWERS: Mapping[str, int] = MappingProxyType({"": 0, "B": 0, "m": 0, "K": 1, "M": 2, "G": 3, "T": 4})
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)")
 _UNIT = re.compile(r"([KMGT])(?:i|iB)?")
@@ -68,15 +68,17 @@ def _duration_of(text: str) -> float:
         return sum(part * unit for part, unit in zip(parts, (86400.0, 3600.0, 60.0, 1.0), strict=True))
     if text.startswith("-"):
         raise InvalidValue(f"`{text}` is negative", _EXAMPLES)
-    if re.fullmatch(r"[0-9.]+", text):
-        raise InvalidValue(f'the text "{text}" has no unit', f"write `{text}s`")
+    if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text):
+        # A number with a unit must be whole.
+        literal = duration_literal(min(_LONGEST_S, float(text))) if "." in text else f"{text}s"
+        raise InvalidValue(f'the text "{text}" has no unit', f"write `{literal}`")
     if re.fullmatch(r"(?:[0-9]+(?:d|h|ms|us|m|s)){2,}", text):
         total = min(_LONGEST_S, sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text)))
-        raise InvalidValue(f"`{text}` has several units", f"write it in one unit: `{duration_text(total)}`")
+        raise InvalidValue(f"`{text}` has several units", f"write it in one unit: `{duration_literal(total)}`")
     raise InvalidValue(f"`{text}` is not a duration", _EXAMPLES)
 
 
-def duration_text(seconds: float) -> str:
+def duration_literal(seconds: float) -> str:
     """Return the shortest way to write a duration with one unit, such as ``90s`` or ``2h``, exact to a microsecond."""
     for unit in ("d", "h", "m", "s"):
         if seconds and seconds % _SECONDS[unit] == 0:
@@ -127,7 +129,7 @@ def parse_bytes(value: str | float) -> int:
         raise InvalidValue(f"`{unit}` is not a unit of memory", "use one of Ti, Gi, Mi, Ki, B")
     power = _POWERS[prefix.group(1) if prefix else unit]
     whole, _, fraction = number.partition(".")
-    # Compute with integers: with a float of 53 bits, 1.1Ti would be wrong by one byte.
+    # Compute with integers: a float has only 53 bits, so large amounts such as 128.067Ti would be wrong by one byte.
     return (int(whole + fraction) << (10 * power)) // int(10 ** len(fraction))
 
 
@@ -187,11 +189,11 @@ ZONED = MappingProxyType(
         "last_synced": "last_synced_at",
     }
 )
-"""Keys of times in JSON documents: of the time without a zone (most are OSMO's) → of the same time with its zone."""
+"""Maps the JSON key of a time without a zone (mostly OSMO's names) to the key of the same time with its zone."""
 
 
 def times(**given: float | None) -> dict[str, str | None]:
-    """Return times for a JSON document: without a zone, as OSMO writes them, and with their zone under the keys of ``ZONED``.
+    """Return each time twice for a JSON document: without a zone, as in OSMO, and with its zone under its key in ``ZONED``.
 
     >>> times(start_time=1744407067.25, end_time=None)
     {'start_time': '2025-04-11T21:31:07.250', 'started_at': '2025-04-11T21:31:07.250Z', 'end_time': None, 'ended_at': None}
@@ -208,10 +210,10 @@ def day_start(text: str) -> float:
     return time.mktime(time.strptime(text, "%Y-%m-%d"))
 
 
-def duration(seconds: float | None) -> str:
+def duration_hms(seconds: float | None) -> str:
     """Return a duration for people; ``-`` for ``None``, the duration of a phase that has not begun.
 
-    >>> duration(42.9), duration(3723), duration(273904)
+    >>> duration_hms(42.9), duration_hms(3723), duration_hms(273904)
     ('0:42', '1:02:03', '3d 4:05:04')
     """
     if seconds is None:

@@ -152,7 +152,8 @@ def _message_and_hint(
     if value is None and not path:
         return f"{name} is empty", f"it must be {expected}"
     if value is None:
-        return f"{name} is empty", f"give it {expected or 'a value'}, or remove the key"
+        part = "item" if isinstance(path[-1], int) else "key"
+        return f"{name} is empty", f"give it {expected or 'a value'}, or remove the {part}"
     if keyword == "minItems" and not value:
         return f"{name} is an empty list", f"it must be {expected}" if expected else "give it at least one item"
     shown = _shown(document, path, value)

@@ -57,7 +57,7 @@ class StorageUrl:
 
     @property
     def profile(self) -> str:
-        """The name of its credentials: ``s3://bucket``, ``azure://account``, ``https://host`` or ``file://``."""
+        """The scheme and the bucket, account or host, by which object stores find their credentials: ``s3://bucket``."""
         return f"{self.scheme}://{self.container.split('/')[0]}"
 
     @property
@@ -114,16 +114,23 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         )
     container, key = _split(scheme, rest)
     if "@" in container and (":" in container.rpartition("@")[0] or scheme != "sftp"):
-        raise SecretInUrl(
-            f"this {scheme}:// URL contains a user or a password, and distflow does not store secrets in URLs",
-            hint="remove the part before the `@`, and set a credential: `distflow credential set`",
-        )
+        what = "a password" if scheme == "sftp" else "a user or a password"
+        message = f"this {scheme}:// URL contains {what}, and distflow does not store secrets in URLs"
+        raise SecretInUrl(message, hint=_secret_remedy(scheme))
     if not container or (scheme == "azure" and "/" not in container):
         raise InputError(f"`{_without_secrets(text)}` has no {_container_noun(scheme)}", hint=f"write {_SHAPES[scheme]}")
     _check_parts(key, text)
     return StorageUrl(
         scheme=scheme, container=container, key=key.strip("/"), is_folder=key.endswith("/"), query=query,
     )  # fmt: skip
+
+
+def _secret_remedy(scheme: str) -> str:
+    if scheme == "sftp":
+        return "remove the password: sftp:// uses SSH keys and ~/.ssh/config, as `ssh` does"
+    if scheme in READ_ONLY:
+        return "remove the part before the `@`, and use a file that needs no login, or a URL with a signature"
+    return "remove the part before the `@`, and set a credential: `distflow credential set`"
 
 
 def _split(scheme: str, rest: str) -> tuple[str, str]:

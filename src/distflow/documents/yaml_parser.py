@@ -238,7 +238,8 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
     try:
         value = _scalar_value(kind_of_scalar, raw)
     except ValueError:
-        raise _Refused(index, f"the tag `!!{kind_of_scalar}` does not fit the value `{raw[:40]}`", "remove the tag") from None
+        short = (tag or "").rpartition(":")[2]
+        raise _Refused(index, f"the tag `!!{short}` does not fit the value `{raw[:40]}`", "remove the tag") from None
     is_block = event.style in ("|", ">")
     lines: tuple[int, ...] = ()
     if is_block or "\n" in raw:

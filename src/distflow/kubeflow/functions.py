@@ -55,8 +55,8 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
         raise ValueError(f"`{name}` depends on the code around it ({error}): define it at the top level of a module") from error
     if missing:
         raise ValueError(
-            f"`{name}` uses {listed(missing)}, which the nodes do not have, because only the source of the function is sent: "
-            "import or define it in the function, or pass it in `func_args`"
+            f"`{name}` uses {listed(missing)} from outside the function, but only its own source is sent to the nodes: "
+            "import or define each name in the function, or pass its value in `func_args`"
         )
     return script
 

@@ -96,7 +96,7 @@ def events_of(record: WorkflowRecord, events: Iterable[StoredEvent]) -> list[Eve
 def failure_text(record: WorkflowRecord, last_lines: Mapping[str, str]) -> str:
     """Return the message for a failed job: the first cause with its traceback or last lines, and the status of each node.
 
-    ``last_lines`` has the last line of output of tasks. It is shown for tasks other than the first cause.
+    ``last_lines`` has the last line of each task's output. If the first cause is known, the lines of the other tasks are shown.
     """
     name = record.labels[JOB_LABEL]
     cause = record.first_cause

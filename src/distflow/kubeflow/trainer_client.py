@@ -71,7 +71,7 @@ class TrainerClient:
     """
 
     def __init__(self, backend_config: object | None = None) -> None:
-        """Check the configuration."""
+        """Check ``backend_config`` and its pool."""
         self._chosen: PoolChoice = pool_choice(backend_config)
         if self._chosen != PoolChoice():
             self._pool()
@@ -223,11 +223,12 @@ class TrainerClient:
     def delete_job(self, name: str) -> None:
         """Stop a job if it has not ended, and remove it from the list of jobs (see ``list_jobs``).
 
-        Its workflow stays in ``distflow list`` with the tag ``kubeflow-deleted``, and so do its logs.
+        Its workflow stays in ``distflow list`` with the tag ``kubeflow-deleted``, and its logs are kept.
 
         Raises:
             ValueError: if the job does not exist.
-            TimeoutError: if it does not stop within two minutes.
+            RuntimeError: if the supervisor, which stops the job, does not start.
+            TimeoutError: if the job does not stop within two minutes. It then stays in the list.
 
         """
         with _client() as client:

@@ -296,7 +296,7 @@ _Wish = tuple[str, str]
 def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
     """Place tasks like ``place``, and satisfy their topology requests; preferred ones only if possible.
 
-    A single node satisfies all of them.
+    If there is only one node, it satisfies all requests.
     """
     wishes = _wishes(demands)
     if not wishes or len(nodes) == 1:
@@ -326,7 +326,8 @@ def _place_on_labels(
     missing = [key for key, _ in wishes if not any(key in node.labels for node in nodes)]
     if missing:
         first = next(demand for demand in demands if any(near.key == missing[0] for near in demand.near))
-        return (Unplaced(task=first.task, reasons=(f"no node has the label `{missing[0]}`, which its `topology` requests",)),)
+        reason = f"no node has the label `{missing[0]}`, which the task's `topology` requests"
+        return (Unplaced(task=first.task, reasons=(reason,)),)
     best: tuple[Unplaced, ...] | None = None
     for values in islice(_choices(nodes, wishes), _TRIES):
         labeled = [replace(demand, labels={**demand.labels, **_labels(demand, values)}) for demand in demands]

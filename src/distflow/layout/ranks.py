@@ -1,6 +1,6 @@
 """The rank layout of a group: the global ranks of each task.
 
-A *world* consists of the tasks of a group that share ranks 0 … world_size−1. Each of them holds ``size`` consecutive ranks from
+A *world* consists of the tasks of a group that share ranks 0 … world_size−1. Each task holds ``size`` consecutive ranks from
 ``offset``; the task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's PyTorch
 tutorial (``--offset``, ``--size``).
 """
@@ -50,7 +50,7 @@ class WorldLayout(Struct, frozen=True, kw_only=True):
     port: int | None = None
     """The rendezvous port in the spec; ``None`` if distflow chooses a free one."""
     smaller: tuple[WorldLayout, ...] = ()
-    """The smaller worlds that an elastic group may run as, the largest first: worlds of its first tasks."""
+    """The smaller worlds that an elastic group may run as, the largest first. Each has only the first tasks of this world."""
 
     @property
     def master(self) -> str:

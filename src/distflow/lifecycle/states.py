@@ -25,7 +25,7 @@ __all__ = [
     "roll_up_workflow",
     "status_of",
     "still_awaited",
-    "waits_for",
+    "waiting_text",
     "workflow_status_of",
 ]
 
@@ -36,7 +36,7 @@ class State(str, Enum):
     WAITING = "WAITING"
     """Waits for the groups that it depends on, and for its inputs from URLs."""
     SCHEDULING = "SCHEDULING"
-    """Waits for nodes in the queue of its pool, for the backoff of a retry, or for nodes to build its Python environment."""
+    """Waits for nodes in its pool's queue, for the end of a retry's backoff, or for its Python environment to be built."""
     INITIALIZING = "INITIALIZING"
     """Has nodes. Files are copied there, and the start is prepared."""
     RUNNING = "RUNNING"
@@ -238,7 +238,7 @@ def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str
     return next((name for name in upstream if states[name] in (State.FAILED, State.CANCELED)), None)
 
 
-def waits_for(names: Sequence[str]) -> str:
+def waiting_text(names: Sequence[str]) -> str:
     """Return text such as ``waits for crop, label and prepare``."""
     return f"waits for {joined_names(names)}"
 

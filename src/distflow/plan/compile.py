@@ -185,7 +185,7 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    # A later attempt takes over no file (`reusable`) that a checkpoint may contain, because checkpoints are also copied
+    # Files that a checkpoint may contain must not move to a later attempt (`reusable`), because checkpoints are also copied
     # after the task has ended. Files that a container could change must not reach tasks outside of it.
     is_reusable = not checkpoints and task.image is None
     output_link = f"work/{task.output_dir}" if task.output_dir is not None else None

@@ -139,15 +139,19 @@ def sharing_notices(
 
 
 def _notice(tasks: tuple[str, ...], mark: Mark, paths: list[str]) -> Problem:
-    first, more = tasks[:_SHOWN], len(tasks) - _SHOWN
-    who = ", ".join(f"`{task}`" for task in first) + (f" and {count_text(more, 'more task')}" if more > 0 else "")
-    what = ", ".join(f"`{path}`" for path in sorted(set(paths))[:_SHOWN])
+    who, what = _first(tasks, "task"), _first(sorted(set(paths)), "path")
     return Problem(
         where=mark,
         severity=Severity.WARNING,
-        message=f"{who} share {what} if they run on one node; in OSMO each task has its own `/tmp`",
+        message=f"{who} share {what} if they run on one node; in OSMO each task has its own temporary directories",
         hint="use a relative path such as `tmp/x`, which only this task sees; to share files, use {{output}} and `inputs`",
     )
+
+
+def _first(names: Sequence[str], noun: str) -> str:
+    more = len(names) - _SHOWN
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return f"{shown} and {count_text(more, f'more {noun}')}" if more > 0 else shown
 
 
 def _paths(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, Mark]]:
@@ -164,5 +168,6 @@ def _paths(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str,
     for text in texts:
         for match in _PATH.finditer(text.value):
             path = posixpath.normpath(match.group())
+            # `mktemp` replaces XXX by random characters, so such a path differs between tasks.
             if not any(path == place or path.startswith(f"{place}/") for place in places) and "XXX" not in path:
                 yield path, text.mark_at(match.start())

@@ -1,7 +1,7 @@
 """Write a plan as manifests of Kubernetes that run without distflow.
 
-Each group becomes a ConfigMap, and a JobSet or an Indexed Job with a Service. A single group of torchrun may become a TrainJob
-of Kubeflow Trainer.
+Each group becomes a ConfigMap, and a JobSet or an Indexed Job with a Service. A workflow of one group that runs torchrun may
+become a TrainJob of Kubeflow Trainer.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class _Conversion:
         *,
         is_written_again: bool = False,
     ) -> None:
-        # Write the texts of variables again: the parsed value of `on` is a Boolean, which would be written as `true`.
+        # A document that is written again contains variables as text: the parsed value of `on` would be written as `true`.
         self._is_written_again = is_written_again
         self._spec, self._worlds, self._document, self._notes = spec, worlds, document, notes
         self._tasks = [(group, task) for group in spec.groups for task in group.tasks]

@@ -16,7 +16,7 @@ from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import count_text
 from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_label
-from distflow.lifecycle.states import waits_for
+from distflow.lifecycle.states import waiting_text
 from distflow.plan.compatibility import distributed_files
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedCredential, PlannedFile
 from distflow.plan.tokens import input_place
@@ -143,7 +143,7 @@ def _headline(group: GroupPlan) -> str:
         least = count_text(len(group.smaller[-1].launches), "task")
         words.append(f"may start with only {least} after waiting {group.smaller_after_s:g} s (elastic)")
     if group.upstream:
-        words.append(waits_for(group.upstream))
+        words.append(waiting_text(group.upstream))
     if group.timeouts.exec_s is not None:
         words.append(f"exec_timeout {group.timeouts.exec_s:g} s")
     if group.timeouts.queue_s is not None:

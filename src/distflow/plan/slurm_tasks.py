@@ -182,10 +182,11 @@ def _uses_regex(launch: Launch) -> bool:
 
 def _check_names(launches: Sequence[Launch], node_name: str) -> None:
     own = {*_OWN, node_name, *(address_variable(launch.task) for launch in launches)}
-    taken = sorted({name for launch in launches for name in launch.environment} & own)
-    if taken:
-        message = f"the variable `{taken[0]}` (from `environment` or --env) is one that the script itself uses"
-        raise InputError(message, hint="rename the variable")
+    for launch in launches:
+        of_credentials = (name for one in launch.credentials for name in one.variables)
+        taken = sorted(own & {*launch.environment, *launch.secret_names, *of_credentials})
+        if taken:
+            raise InputError(f"the task's variable `{taken[0]}` is one that the script itself uses", hint="rename the variable")
 
 
 def _identity(launches: Sequence[Launch], position: str) -> list[str]:

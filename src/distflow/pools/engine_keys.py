@@ -32,6 +32,7 @@ _PLATFORM_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _NODE_KEYS = ("nodes", "hostfile")
 _MACHINE_KEYS = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
 """Keys of ``defaults`` that describe particular machines."""
+_RESOURCE_KEYS = ("gpus", "cpus", "memory", "platform")
 _NODE_HINTS: Mapping[str, str] = MappingProxyType(
     {"slurm": "; use `slurm: {partition: …, constraint: …}` to choose kinds of nodes"}
 )
@@ -50,7 +51,7 @@ def refuse_keys_of_nodes(pool: View, backend: str) -> None:
     defaults = pool.view("defaults")
     for key in defaults.keys:
         if key in _MACHINE_KEYS:
-            hint = "remove it; tasks request resources in their spec"
+            hint = "remove it; tasks request resources in their spec" if key in _RESOURCE_KEYS else "remove it"
             if key in ("host", "port", "user", "identity_file") and backend in _ENGINE_KEYS["login"]:
                 hint = "remove it; the key `login` of the pool describes the connection to the cluster"
             defaults.add(f"`defaults.{key}` has no meaning with `backend: {backend}`, which chooses the nodes", hint, key=key)

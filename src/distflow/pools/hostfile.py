@@ -49,7 +49,7 @@ class Host:
 def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
     """Return the valid hosts in order, and the first findings (at most 50) with a summary of the others.
 
-    If the file does not look like a hostfile, only two findings are returned.
+    If the file does not look like a hostfile, the findings are a message that says so, the first two findings and a summary.
     """
     problems: list[Problem] = []
     given: list[Host] = []
@@ -120,7 +120,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         if "=" in word and _normalized(key) in _KEYS:
             count(_normalized(key), value, word)
         else:
-            add(f"unknown word `{word}`", _instead_of(word))
+            add(*_word_problem(word))
     if given.get("max_slots", _MOST_SLOTS) < given.get("slots", 0):
         add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "set `slots` to the number of GPUs")
     if host is None or problems:
@@ -139,14 +139,17 @@ def _normalized(key: str) -> str:
     return key.replace("-", "_").lower()
 
 
-def _instead_of(word: str) -> str:
-    """Return a hint for an unknown word."""
-    if word.isdigit():
-        return f"write `slots={word}`"
+def _word_problem(word: str) -> tuple[str, str]:
+    """Return the message and the hint for an unknown word, or a key without a value."""
+    if _normalized(word) in _KEYS:
+        return f"`{word}` has no value", f"write `{word}={'PATH' if _normalized(word) == 'python' else 'N'}`"
     key, equals, _ = word.partition("=")
-    if not equals and _normalized(key) not in _KEYS:
-        return "write one host on each line, and only `slots=N` and `python=PATH` after it"
-    return did_you_mean(key, _KEYS, what="words")
+    hint = "write one host on each line, and only `slots=N` and `python=PATH` after it"
+    if word.isdigit():
+        hint = f"write `slots={word}`"
+    elif equals:
+        hint = did_you_mean(key, _KEYS, what="words")
+    return f"unknown word `{word}`", hint
 
 
 def _host_name(text: str, word: str) -> tuple[str | None, str]:

@@ -59,8 +59,15 @@ class _LineMarks(Extension):
             yield Token(token.lineno, "data", marked)
 
 
+_OUTSIDE = "compute the value outside of the template, and pass it with `--set NAME=VALUE`"
+
+
 class _LimitExceeded(SecurityError):
     """A template takes too much time or memory."""
+
+    def __init__(self, message: str, hint: str = _OUTSIDE) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 class BoundedEnvironment(SandboxedEnvironment):
@@ -261,7 +268,8 @@ def render_template(
 def _parsed(template: str) -> nodes.Template:
     tags = template.count("{{") + template.count("{%")
     if tags > _MAX_TAGS:
-        raise _LimitExceeded(f"the template has {tags} tags, and the maximum is {_MAX_TAGS}")
+        hint = "use loops instead of repeated tags, or split the workflow"
+        raise _LimitExceeded(f"the template has {tags} tags, and the maximum is {_MAX_TAGS}", hint)
     return BoundedEnvironment(limit_s=60, fence=None).parse(template)
 
 
@@ -274,7 +282,8 @@ def _rendered(template: str, variables: Mapping[str, Any], fence: tuple[str, str
         environment.check_time()
         size += len(piece)
         if size > _MAX_SIZE * (1 if fence is None else 4):
-            raise _LimitExceeded(f"the rendered text is larger than {_MAX_SIZE >> 20} MiB")
+            hint = "use `replicas` for equal tasks, and send large texts with `localpath`"
+            raise _LimitExceeded(f"the rendered text is larger than {_MAX_SIZE >> 20} MiB", hint)
         pieces.append(piece)
     return "".join(pieces)
 
@@ -310,7 +319,7 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
         message = _sentence(str(error))
         if not isinstance(error, _LimitExceeded):
             message = f"the template does something that is not allowed: {message}"
-        hint = "compute the value outside of the template, and pass it with `--set NAME=VALUE`"
+        hint = error.hint if isinstance(error, _LimitExceeded) else _OUTSIDE
         _refuse(file, _line_of(error.__traceback__), message, hint)
     except (RecursionError, MemoryError, SyntaxError) as error:
         why = f": {error.msg}" if isinstance(error, SyntaxError) else ""

@@ -138,7 +138,7 @@ class StrategyBlock(Struct, frozen=True, kw_only=True):
     """The position of the block and of each of its keys."""
 
     def mark_at(self, path: Path) -> Mark:
-        """Return the position of a path, or of the nearest part above it."""
+        """Return the position of a path, or of the nearest part that contains it."""
         while path not in self.marks and len(path) > len(self.path):
             path = path[:-1]
         return self.marks.get(path, Mark(""))
@@ -181,7 +181,10 @@ class DataSpec(Struct, frozen=True, kw_only=True):
     position: int
     """Its position in ``inputs`` or ``outputs``, counted from 0."""
     url: str
-    """The URL as written; it may contain ``{{workflow_id}}``. For a dataset, the plan sets it to the URL of all datasets."""
+    """The URL as written; it may contain ``{{workflow_id}}``.
+
+    It is empty for a dataset. The plan then sets it to the URL of the directory of all datasets.
+    """
     dataset: str = ""
     """``name``, or ``name:version`` for an input or an update; empty if there is only a URL."""
     path: str = ""

@@ -249,7 +249,7 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "hostNetwork": (
             "`hostNetwork` is ignored: outside of Kubernetes, tasks always use the node's network",
-            "remove it; for Kubernetes, set `host_network` of the pool",
+            "remove it; for Kubernetes, set `kubernetes.host_network` of the pool",
         ),
         "downloadType": ("`downloadType` is ignored: distflow always downloads inputs", "remove it"),
         "cacheSize": ("`cacheSize` is ignored: nodes have no cache of inputs", "remove it"),

@@ -116,8 +116,8 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
 
 def _check_entry(key: str, value: str) -> None:
     if not key or not value:
-        hint = "give every key a value, and every value a key"
-        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}", hint=hint)
+        problem = f"the value of `{key}` is empty" if key else "a key of the payload is empty"
+        raise InputError(problem, hint="give every key a value, and every value a key")
     # A key may become the name of a file.
     if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
         raise InputError(

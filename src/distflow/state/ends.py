@@ -38,13 +38,13 @@ class End(Struct, frozen=True, kw_only=True):
     signal: int | None = None
     started_at: float | None = None
     stopped_at: float | None = None
-    """When the stop request reached it; ``None`` if it was not stopped."""
+    """When its node began to stop it; ``None`` if it was not stopped."""
     message: str | None = None
     allocation: Reason | None = None
     """Why the cluster engine ended the allocation of its node, if it did."""
     output_bytes: int = 0
     lost_output_bytes: int = 0
-    """Bytes of output that the node could not keep, because its disk was full."""
+    """Bytes of output that the node could not store, because its disk was full or failed."""
     error: dict[str, object] | None = None
     """torch's error file (``TORCHELASTIC_ERROR_FILE``), if a process of the task wrote one."""
     oom_pid: int | None = None

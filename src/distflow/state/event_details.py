@@ -99,7 +99,7 @@ class WorkflowAdopted(Struct, frozen=True, kw_only=True):
 
 
 class CancelRequested(Struct, frozen=True, kw_only=True):
-    """A user canceled the workflow."""
+    """A user requested the cancellation of the workflow."""
 
     code: ClassVar[str] = "cancel_requested"
     kind: ClassVar[str] = "cancel"

@@ -35,7 +35,7 @@ _BLOCK = 64 << 10
 _LONGEST_LINE = 1 << 20
 """Bytes. A longer line is returned in pieces of about this size."""
 _STAMP = struct.Struct("<dQ")
-_SOURCE_BITS = 48
+_OFFSET_BITS = 48
 _FULL_POLL = 20
 """The directory of a log is read at least once in this number of polls."""
 _GROWTH = 8
@@ -83,7 +83,7 @@ def has_ranks(source: LogSource) -> bool:
         at = 0
         while data := _read(source.folder / file.name, at, _BLOCK):
             whole = data[: len(data) // _STAMP.size * _STAMP.size]
-            if any(place >> _SOURCE_BITS for _, place in _STAMP.iter_unpack(whole)):
+            if any(place >> _OFFSET_BITS for _, place in _STAMP.iter_unpack(whole)):
                 return True
             at += _BLOCK
     return False
@@ -330,8 +330,8 @@ class _Index:
             begin = max(0, end - _BLOCK // _STAMP.size * _STAMP.size)
             places = [place for _, place in _STAMP.iter_unpack(_read(self._folder / file.name, begin, end - begin))]
             if places:
-                self._ranks = self._ranks or any(place >> _SOURCE_BITS for place in places)
-                return places[-1] & ((1 << _SOURCE_BITS) - 1), self._ranks
+                self._ranks = self._ranks or any(place >> _OFFSET_BITS for place in places)
+                return places[-1] & ((1 << _OFFSET_BITS) - 1), self._ranks
         return 0, self._ranks
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, float | None, int]]:
@@ -364,7 +364,7 @@ class _Index:
             self._next = self._search(self._file, begin)
         data = _read(self._folder / self._file.name, self._next * _STAMP.size, _BLOCK)
         records = [
-            (place & ((1 << _SOURCE_BITS) - 1), time, place >> _SOURCE_BITS)
+            (place & ((1 << _OFFSET_BITS) - 1), time, place >> _OFFSET_BITS)
             for time, place in _STAMP.iter_unpack(data[: len(data) // _STAMP.size * _STAMP.size])
         ]
         self._next += len(records)
@@ -382,7 +382,7 @@ class _Index:
         while high - low > 1:
             middle = (low + high) // 2
             data = _read(self._folder / file.name, middle * _STAMP.size, _STAMP.size)
-            if len(data) == _STAMP.size and _STAMP.unpack(data)[1] & ((1 << _SOURCE_BITS) - 1) <= offset:
+            if len(data) == _STAMP.size and _STAMP.unpack(data)[1] & ((1 << _OFFSET_BITS) - 1) <= offset:
                 low = middle
             else:
                 high = middle

@@ -119,7 +119,7 @@ class Mirror:
         return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[PrintedLine, ...]:
-        """Return the last mirrored lines of an attempt's output, without blank lines: ``count``, or fewer long ones."""
+        """Return at most ``count`` last mirrored lines of an attempt's output, without blank lines; fewer if they are long."""
         source = LogSource(task, attempt, self.folder(workflow, group, task, attempt))
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
         printed = [(text, line) for line in lines for text in line.text.splitlines() if text.strip()]

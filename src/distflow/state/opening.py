@@ -62,7 +62,7 @@ def copy_to_read(path: Path) -> TemporaryDirectory[str]:
 
 
 def state_error(path: Path, error: Exception) -> StateError:
-    """Return the ``StateError`` for an error of SQLite or the operating system, with a hint."""
+    """Return the ``StateError`` for an error of SQLite, the operating system or the decoding of a record, with a hint."""
     if is_damage(error):
         return StoreBroken(
             f"{path} is damaged and cannot be read: {error}",

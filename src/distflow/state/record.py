@@ -120,7 +120,7 @@ class DataRef(Struct, frozen=True):
     """Counted from 0 over the group's different inputs, or over the task's outputs or checkpoints."""
 
     def __str__(self) -> str:
-        """Return a short text such as ``fetch/0``. Names of directories and threads contain it."""
+        """Return a short text such as ``fetch/0``, for names of temporary directories and threads."""
         return f"{self.kind.value}/{self.number}"
 
 
@@ -267,7 +267,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """OSMO's status for this state and reason."""
+        """The word that commands show for this state and reason."""
         return status_of(self.state, self.reason)
 
 
@@ -335,7 +335,10 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     silent_since: float | None = None
     """When it last showed progress (output, a heartbeat or its start), if that is longer ago than ``hang_timeout``."""
     stop_reason: Reason | None = None
-    """Why it is or was stopped; ``None`` if it was not stopped, or was stopped because the lead completed."""
+    """Why it is or was stopped; ``None`` if it was not stopped, or was stopped because the lead completed.
+
+    It is ``PEER_FAILED`` also if a task failed when no other task was left to stop.
+    """
     withdrawing: bool = False
     """Whether it lost a lease before its start: it is INITIALIZING until its other leases are released, then queued again."""
     not_before: float = 0.0
@@ -363,7 +366,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """OSMO's status for this state and reason."""
+        """The word that commands show for this state and reason."""
         return status_of(self.state, self.reason)
 
     @property
@@ -459,7 +462,7 @@ class WorkflowRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """OSMO's status for this state and reason."""
+        """The word that commands show for this state and reason."""
         return workflow_status_of(self.state, self.reason)
 
     @property
@@ -523,7 +526,7 @@ class EventRecord(Struct, frozen=True, kw_only=True):
 
 
 def fresh_tasks(plan: GroupPlan, attempt: int = 0, state: State = State.WAITING) -> tuple[TaskRecord, ...]:
-    """Return every task of a group in its state at the start of an attempt."""
+    """Return the records of all tasks of a group at the start of an attempt."""
     return tuple(
         TaskRecord(
             name=launch.task, lead=launch.lead, attempt=attempt, state=state, ranks=launch.ranks.text if launch.ranks else "",

@@ -185,7 +185,7 @@ def _number(value: object) -> float | None:
 
 
 def thinned(samples: ResourceSamples, most: int) -> ResourceSamples:
-    """Return at most ``most`` samples, each the mean of consecutive samples, with the time of the last sample."""
+    """Return at most ``most`` samples, each the mean of consecutive samples, with the time of the last of these."""
     count = len(samples.times)
     if count <= most:
         return samples

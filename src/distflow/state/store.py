@@ -116,8 +116,9 @@ class Store:
     2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions. Only
        ``keep_number`` may leave gaps.
     3. ``save`` writes records and their events together.
-    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. ``document``, ``plan`` and
-       ``pool`` must be called with the uuid of a stored workflow, and ``document`` with the kind ``template`` or ``spec``.
+    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. ``document``, ``plan``,
+       ``pool`` and ``retention`` must be called with the uuid of a stored workflow, and ``document`` with the kind
+       ``template`` or ``spec``.
     5. If the file cannot be written, reading still works, and every method that writes raises ``StateError``.
     """
 

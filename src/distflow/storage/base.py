@@ -73,8 +73,8 @@ class DataStore(Protocol):
        be empty. ``find`` raises ``StorageMissing`` when the container does not exist.
     2. ``read`` passes the content from a byte offset to ``sink``, in pieces.
     3. ``write`` stores a whole file or nothing, and replaces an existing object with the key.
-    4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes a
-       link at the key itself, and refuses a key whose directory is a link.
+    4. ``delete`` does nothing when the object does not exist. It removes a symbolic link at the key itself, never its target.
+       It refuses a key if one of the key's directories below ``top`` is a link.
     5. All methods raise only ``StorageError`` and its subclasses, which name the object: ``StorageUnreachable`` if a retry may
        help. A read-only store raises ``InputError`` instead in ``find_removable`` and in methods that write or delete.
        Exceptions from ``sink`` pass through unchanged, and so do ``TransferCanceled`` and errors of distflow from ``on_bytes``.

@@ -107,8 +107,9 @@ class Identity:
 
 
 def identity_of(url: StorageUrl, credentials: Credentials | None, environ: Mapping[str, str]) -> Identity | None:
-    """Return an identity that a node can use; ``None`` without ``credentials`` and a complete key for the store in ``environ``.
+    """Return an identity that a node can use.
 
+    Returns ``None`` if there are no ``credentials`` and ``environ`` contains no secret key or connection string for the store.
     Keys for ``s3`` in ``environ`` do not count if ``AWS_PROFILE`` is set, because the profile's file is not sent to nodes.
     """
     location = {name: Secret(environ[name]) for name in _LOCATION_VARIABLES if environ.get(name)}

@@ -3,13 +3,13 @@
 ::
 
     <base>/claims/<name>/<n>.<upload id>   reserves the number; kept, so that no number is used twice
-    <base>/data/<name>/<n>/<path>          the files; a version that adds to an older one may share the files of that one
+    <base>/data/<name>/<n>/<path>          the files; an update shares the unchanged files of the version that it extends
     <base>/versions/<name>/<n>.json        the manifest, written last: with it, the version exists and is complete
-    <base>/turns/<name>/<upload id>        a lock of the upload that adds to the dataset, held while it writes the manifest
+    <base>/turns/<name>/<upload id>        a lock of an update, held while it writes its manifest
 
 Stores have no locks, so writers reserve a number optimistically: they write a claim and list the claims again. Of two
-concurrent writers, at least one sees the other and withdraws its claim, so that no number is given twice. Uploads that add to a
-dataset take turns in the same way, so that no files are lost.
+concurrent writers, at least one sees the other and withdraws its claim, so that no number is given twice. Updates of a dataset
+take turns in the same way, so that no files are lost.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Datasets:
         """Write a new version and return its manifest.
 
         A repeated call with the same ``upload_id`` continues the same upload, and does nothing if that is complete. Raises
-        ``StorageError``.
+        ``StorageError`` and ``TransferCanceled``.
         """
         parse_dataset(name)
         number = self._claim(name, upload_id)
@@ -149,8 +149,8 @@ class Datasets:
 
         ``name`` is ``mnist:3`` for version 3 of the dataset ``mnist``, or ``mnist`` for the latest one. The latest one is
         determined after the upload, so files that other uploads add at the same time are kept. The files of the existing
-        version, and files that equal them, are not uploaded again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and
-        ``NotFound`` for a missing version.
+        version, and files that equal them, are not uploaded again. ``upload_id`` is as in ``add``. Raises ``StorageError``,
+        ``TransferCanceled``, and ``NotFound`` for a missing version.
         """
         plain, wanted = parse_dataset(name)
         base = self.manifest(plain, wanted)  # fails before anything is uploaded
@@ -206,7 +206,7 @@ class Datasets:
     ) -> TransferResult:
         """Download to ``target`` the files of a version whose paths match ``regex``. Their SHA-256 is checked.
 
-        Raises ``StorageError``.
+        Raises ``StorageError`` and ``TransferCanceled``.
         """
         wanted = {one.path: one for one in manifest.matching(regex)}
         if not wanted:
@@ -229,7 +229,7 @@ class Datasets:
         """Remove a version: first its manifest, then its files that no other version shares. Its number is not used again.
 
         A version with a damaged manifest can be removed; its files that are stored with earlier versions then remain. Raises
-        ``StorageError``; if the manifest of another version is damaged, before anything is removed.
+        ``StorageError``. If the manifest of another version is damaged, the error is raised before anything is removed.
         """
         parse_dataset(name)
         files: Sequence[DatasetFile] = ()
@@ -273,7 +273,7 @@ class Datasets:
 
     @contextmanager
     def _turn(self, name: str, upload_id: str) -> Iterator[None]:
-        """Run the block while no other upload has its turn to add to the dataset."""
+        """Wait until no other update of the dataset has its turn, and run the block as the turn of this update."""
         mine = self._base.below(f"{_TURNS}/{name}/{upload_id}")
         try:
             while True:
@@ -325,7 +325,8 @@ class Datasets:
                 content.extend(piece)
                 if len(content) > _MANIFEST_BYTES:
                     limit = f"{_MANIFEST_BYTES >> 20} MiB"
-                    raise StorageError(f"{url} is too large for a manifest (limit: {limit}); upload the files as a new version")
+                    message = f"{url} is too large for a manifest (limit: {limit})"
+                    raise StorageError(message, hint="upload a new version with fewer files, such as archives of the files")
 
             self._store.read(self._store.stat(url.key), 0, keep)
             return bytes(content)

@@ -65,7 +65,8 @@ class Retries:
     def call(self, request: Callable[[], _R], transferred: Callable[[], int] = lambda: 0) -> _R:
         """Return the result of ``request``, after retries if the store is unreachable.
 
-        An attempt after which ``transferred`` has grown resets the count of failures. Raises the error of the last attempt.
+        An attempt after which ``transferred`` has grown resets the count of failures. Raises the error of the last attempt, or
+        ``TransferCanceled``.
         """
         failures, before = 0, transferred()
         while True:

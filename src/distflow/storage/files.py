@@ -63,7 +63,7 @@ def find_sources(
                         raise StorageError(f"{one.path} is named twice", hint="name it once")
                     raise StorageError(
                         f"{found[one.name].path} and {one.path} would both be uploaded as `{one.name}`",
-                        hint="rename one, or upload them to different URLs; the second would replace the first",
+                        hint="rename one, or upload it to another URL or dataset; the second would replace the first",
                     )
                 found[one.name] = one
     return tuple(found.values())
@@ -159,7 +159,7 @@ class FolderStore:
     def find(self, key: str) -> Sequence[Entry]:
         """Return the file, or all files below the directory, without the incomplete files of transfers.
 
-        Links are followed, except a link to a directory that contains it, at or below the key: it would never end.
+        Links are followed, except links to a parent directory at or below the key, because that listing would never end.
         """
         path = _path(key)
         with local_errors(path):
@@ -216,8 +216,8 @@ class FolderStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(part_name(secrets.token_hex(8)))
             try:
-                with open_source(source) as given, part.open("xb") as target:
-                    while piece := given.read(_PIECE_BYTES):
+                with open_source(source) as original, part.open("xb") as target:
+                    while piece := original.read(_PIECE_BYTES):
                         target.write(piece)
                         on_bytes(len(piece))
                 shutil.copymode(source, part)

@@ -52,8 +52,8 @@ def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStor
 def _s3_session() -> Any:
     """Return a session of aiobotocore that sends no ``Expect: 100-continue``.
 
-    aiohttp waits for the server's answer to it without a timeout. If a server answers before it has
-    read the body, the upload would wait forever.
+    aiohttp waits without a timeout for the response ``100 Continue``. If the server sends its final response instead, the
+    upload would wait forever.
     """
     session = importlib.import_module("aiobotocore.session").AioSession()
     session.unregister("before-call.s3", importlib.import_module("botocore.handlers").add_expect_header)

@@ -123,9 +123,9 @@ class SftpStore:
             try:
                 with local_errors(source):
                     file = open_source(source)
-                with file as given, client.open(part, "wbx") as target:
+                with file as original, client.open(part, "wbx") as target:
                     target.set_pipelined(True)
-                    while piece := given.read(_PIECE_BYTES):
+                    while piece := original.read(_PIECE_BYTES):
                         target.write(piece)
                         with _callback():
                             on_bytes(len(piece))
@@ -259,10 +259,10 @@ def _prefetch(file: Any, size: int) -> None:
     """Request the rest of a file ahead, with at most 64 open requests: otherwise each piece would wait for the previous one."""
     prefetch = file._prefetch_thread  # noqa: SLF001  its thread would print exceptions
 
-    def quiet_prefetch(*given: object) -> None:
+    def quiet_prefetch(*arguments: object) -> None:
         # The reading thread raises the same error.
         with contextlib.suppress(Exception):
-            prefetch(*given)
+            prefetch(*arguments)
 
     file._prefetch_thread = quiet_prefetch  # noqa: SLF001
     file.prefetch(size, 64)
@@ -311,5 +311,5 @@ def _make_folders(client: Any, path: str) -> None:
             if not _is_folder(client, one):
                 raise StorageError(
                     f"the directory {one} cannot be created on the SSH server: {error}",
-                    hint="choose a directory in which your account on that server may write",
+                    hint="check that no file has this name, and that your account may write to its parent directory",
                 ) from None

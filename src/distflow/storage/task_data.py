@@ -40,7 +40,7 @@ class InputRequest:
     """An input of a task."""
 
     url: str
-    """With all tokens filled in."""
+    """``{{workflow_id}}`` in it is already replaced."""
     regex: str = ""
     """Matched from the start of the relative path."""
     dataset: str = ""
@@ -128,7 +128,7 @@ class Delivery:
     """An output of a task, and its destination."""
 
     url: str
-    """With all tokens filled in."""
+    """``{{workflow_id}}`` in it is already replaced."""
     regex: str = ""
     """Matched from the start of the relative path."""
     dataset: str = ""

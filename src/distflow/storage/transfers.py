@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NoReturn, TypeVar
 
 from distflow.documents.urls import StorageUrl
@@ -168,8 +168,10 @@ def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, P
         try:
             paths[one.name] = Path(path_inside(os.fspath(target), one.name, known))
         except OpError as error:
+            folders = [target / folder for folder in reversed(PurePosixPath(one.name).parents)]
+            link = next((folder for folder in folders if not folder.resolve().is_relative_to(target.resolve())), folders[-1])
             raise StorageError(
-                f"{one.name!r} cannot be stored below {target}: a directory in its path is a link that leads out",
+                f"{one.name!r} cannot be stored below {target}, because {link} is a link that leads out",
                 hint="remove this link, or choose another directory",
             ) from error
         paths[one.name].parent.mkdir(parents=True, exist_ok=True)

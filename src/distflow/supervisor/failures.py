@@ -68,7 +68,7 @@ _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
     Reason.CANCELED: (State.CANCELED, Reason.CANCELED, ""),
     Reason.EXEC_TIMEOUT: (State.FAILED, Reason.EXEC_TIMEOUT, ""),
     Reason.PEER_FAILED: (State.FAILED, Reason.PEER_FAILED, ""),
-    Reason.START_TIMEOUT: (State.FAILED, Reason.START_TIMEOUT, "stopped, because the gang did not get ready in time"),
+    Reason.START_TIMEOUT: (State.FAILED, Reason.START_TIMEOUT, "stopped, because not all tasks of the gang could be started"),
     None: (State.COMPLETED, None, "stopped, because the lead completed"),
 }
 
@@ -93,7 +93,7 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
     state, reason, message = _conclusion(group, end)
     if end.lost_output_bytes:
         message = "; ".join(
-            filter(None, [message, f"{bytes_text(end.lost_output_bytes)} of output lost: the node's disk was full"])
+            filter(None, [message, f"{bytes_text(end.lost_output_bytes)} of output lost: the node's disk was full or failed"])
         )
     return replace(
         task,
@@ -215,7 +215,7 @@ def _oom_message(pid: int, kernel: Sequence[str]) -> str:
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
-    """Return the cause of a group's failure, or ``None`` if tasks failed only because a peer failed.
+    """Return the cause of a group's failure, or ``None`` if tasks failed only because a peer failed, or not at all.
 
     ``lines`` are the last lines of each task's output. The cause is the earliest of the tasks that failed by themselves. Tasks
     that only report the loss of a peer come after the others, and tasks whose node was lost come last. If the nodes' clocks are
@@ -317,7 +317,10 @@ def missing_ranks(group: GroupRecord) -> MissingRanks | None:
 
 
 def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskRecord], Sequence[str]]) -> Cause | None:
-    """Return the first cause of a failed group: ranks that failed unnoticed if the others waited for them, else ``cause``."""
+    """Return the first cause of a failed group: the ranks that failed unnoticed, if there are any, else ``cause``.
+
+    Return ``cause`` also if it is earlier than the end of these ranks' task, or if these ranks may have passed the rendezvous.
+    """
     task = _first_hidden(group)
     if task is None or task.hidden_failure is None:
         return cause

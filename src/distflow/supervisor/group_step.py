@@ -18,7 +18,7 @@ from distflow.backends.base import AttemptKey
 from distflow.documents.quantities import seconds_text
 from distflow.documents.text import few
 from distflow.lifecycle.exits import Action, action_of
-from distflow.lifecycle.states import Reason, State, broken_upstream, still_awaited, waits_for
+from distflow.lifecycle.states import Reason, State, broken_upstream, still_awaited, waiting_text
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.event_details import (
@@ -149,7 +149,7 @@ class GroupStep:
         if data.failed is not None:
             self._end_unstarted(State.FAILED, data.failed.reason, f"{data.failed.task}: {data.failed.message}")
             return
-        message = waits_for(awaited) if awaited else data.message
+        message = waiting_text(awaited) if awaited else data.message
         if message:
             self._show_message(message)
             return
@@ -473,7 +473,8 @@ class GroupStep:
     def _complete(self, ended: float) -> None:
         """Complete the group when its outputs for waiting groups have been collected and those for URLs are written.
 
-        If an output will never be available, the group fails.
+        If an output will never be available, the group fails. If the workflow was canceled and no group waits for outputs, the
+        group ends as canceled.
         """
         found = pending_outputs(self.workflow_plan, self.record, self.group, self._node, self._lost_after_s, self.now)
         if found.failure is not None:
@@ -504,7 +505,7 @@ class GroupStep:
         self._enter(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
 
     def _retry(self, cause: Cause) -> bool:
-        """Begin the next attempt if the spec requires one after this failure. Return whether it has begun."""
+        """Begin the next attempt if the spec requires and allows one after this failure. Return whether it has begun."""
         if not is_rescheduled(self.plan, self.group, cause):
             return False
         following = next_attempt(self.plan, self.group, cause, self.now)

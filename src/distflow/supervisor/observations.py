@@ -147,7 +147,7 @@ def apply_observation(
 
 
 def update_node_view(view: NodeView, observation: NodeUp | NodeDown) -> NodeView:
-    """Return a node's view after the node was lost or found. A node counts as lost since its last message, not since now."""
+    """Return a node's view after it became unreachable or reachable. An outage begins at the node's last message, not now."""
     if isinstance(observation, NodeDown):
         since = observation.since or observation.at if view.up else view.since
         back_at = observation.at if view.is_engine_away and not observation.is_engine_away else view.engine_back_at
@@ -172,7 +172,7 @@ def update_node_view(view: NodeView, observation: NodeUp | NodeDown) -> NodeView
 
 
 def apply_node_observation(record: WorkflowRecord, observation: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[EventRecord]]:
-    """Return the workflow's record after one of the pool's nodes was lost or found, and the events that report it.
+    """Return the workflow's record after a node of the pool became unreachable or reachable, and the events that report it.
 
     The record stores the outage, so the next supervisor does not report it again, and can report its end.
     """
@@ -197,7 +197,7 @@ def apply_node_observation(record: WorkflowRecord, observation: NodeUp | NodeDow
 
 
 def node_details(observation: NodeUp | NodeDown) -> NodeBecameUnreachable | NodeBecameReachable:
-    """Return the event's details for a node that was lost or found."""
+    """Return the event's details for a node that became unreachable or reachable."""
     if isinstance(observation, NodeDown):
         return NodeBecameUnreachable(node=observation.node, error=observation.error)
     return NodeBecameReachable(node=observation.node)
@@ -212,7 +212,7 @@ def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str
 
 
 def stop_unstarted(task: TaskRecord, why: Reason | None, at: float) -> TaskRecord:
-    """Return a task that is stopped together with its group before it exists on a node."""
+    """Return the end of a task that has no lease when its group is stopped."""
     is_canceled = why is Reason.CANCELED
     state, reason = (State.CANCELED, Reason.CANCELED) if is_canceled else (State.FAILED, why or Reason.PEER_FAILED)
     return replace(task, state=state, reason=reason, ended_at=at, log_complete=True)
@@ -309,7 +309,7 @@ def _apply_venv(
 
 
 def without_build(group: GroupRecord, node: str, at: float) -> GroupRecord:
-    """Return a group that no longer waits for the Python environment of a node. After the last one, it is queued again."""
+    """Return a group that no longer waits for a node's Python environment. After its last build, the group is queued again."""
     builds = tuple(one for one in group.venv_builds if one.node != node)
     if builds:
         return replace(group, venv_builds=builds)
@@ -490,9 +490,9 @@ def _absent(task: TaskRecord, observation: Absent) -> tuple[TaskRecord, EventDet
 def _collecting(task: TaskRecord, observation: Collecting) -> TaskRecord:
     if task.saved is not None or observation.checkpoint is not None:
         return task
-    verb = "sends" if observation.is_packed else "packs"
+    step = "sends" if observation.is_packed else "packs"
     moved = TransferProgress(
-        sent=observation.done, total=observation.total, bytes_per_s=observation.bytes_per_s, at=observation.at, output=verb
+        sent=observation.done, total=observation.total, bytes_per_s=observation.bytes_per_s, at=observation.at, output=step
     )
     return replace(task, transfer=moved)
 

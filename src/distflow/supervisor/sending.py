@@ -19,9 +19,9 @@ __all__ = ["SenderStarter", "start_sender"]
 
 
 def start_sender(directory: StateDirectory) -> subprocess.Popen[bytes] | None:
-    """Start the process and return it, or return ``None`` if it is already running. Raises ``OSError``.
+    """Start the process that sends notifications and return it, or return ``None`` if it is already running.
 
-    It exits when all notifications are sent or given up.
+    The process exits when all notifications are sent or given up. Raises ``OSError``.
     """
     if is_locked(directory.notify_lock):
         return None  # before it ends, it releases the lock and then looks for notifications again

@@ -44,8 +44,8 @@ def moments(
 ) -> tuple[Moment, ...]:
     """Return the timeline of an attempt of a group, in order.
 
-    ``events`` are the events of the workflow; those of nodes count from the first to the last event of the tasks.
-    ``lines`` are the last lines of each task's output.
+    ``events`` are the events of the workflow. Of these, the timeline contains only outages of the attempt's nodes, from its
+    first to its last other entry. ``lines`` are the last lines of each task's output.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     found = [moment for task in tasks for moment in _of_task(task, cause, lines.get(task.name, ()))]

@@ -222,13 +222,13 @@ def apply_data(record: WorkflowRecord, observation: TransferMoved | TransferEnde
         return record, []
     is_input = observation.data.kind is DataKind.FETCH
     if isinstance(observation, TransferMoved):
-        verb = "" if is_input else "writes"
+        step = "" if is_input else "writes"
         moved = TransferProgress(
             sent=observation.done,
             total=observation.total,
             bytes_per_s=observation.bytes_per_s,
             at=observation.at,
-            output=verb,
+            output=step,
             url=observation.url,
         )
         return record.with_group(group.with_task(replace(task, transfer=moved))), []

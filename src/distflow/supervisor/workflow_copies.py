@@ -2,7 +2,7 @@
 
 A copy shows the workflow as it was when an attempt was prepared. Rebuilding brings it into a state from which the supervisor
 can ask the nodes for everything that happened later, as it does after every restart. Rebuilding never starts anything, because
-the submitter may still be running elsewhere: groups that had not begun are ended, and failed groups are not retried.
+the first supervisor may still be running elsewhere: groups that had not begun are ended, and failed groups are not retried.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
 class WorkflowCopy(Struct, frozen=True, kw_only=True):
-    """A workflow when one of its attempts was prepared. It contains no secret values: plans and records do not have any."""
+    """A workflow when one of its attempts was prepared, without the values of ``--set-env`` and of credentials."""
 
     record: WorkflowRecord
     plan: Plan
@@ -81,10 +81,11 @@ def encode_copy(workflow: StoredWorkflow, command: Prepare, store: Store, host: 
         return f'{text[:-1]},"mac":"{record_mac(secrets, text)}"}}'
 
 
-def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
+def read_copy(text: str, secrets: Path, node: str) -> tuple[WorkflowCopy, bool]:
     """Return the copy in a text of ``encode_copy``, from any version of distflow, and whether the key in ``secrets`` signed it.
 
-    All names that become paths on this machine are checked, even in a signed record. Raises ``StateError``.
+    ``node`` is the name of the node with the copy, for messages. All names that become paths on this machine are checked, even
+    in a signed record. Raises ``StateError``.
     """
     signed = _SIGNED.search(text)
     body = f"{text[: signed.start()]}}}" if signed else text
@@ -95,7 +96,10 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
         with state_errors(secrets):
             return copy, signed is not None and is_own_record(secrets, body, signed.group(1))
     except (DecodeError, ValueError, RecursionError) as error:
-        raise StateError(f"its workflow.json on the node is not valid: {error}") from error
+        raise StateError(
+            f"the copy of its record on {node} (workflow.json) is not valid ({error}): search its other nodes too, or update "
+            "distflow if a newer version wrote the copy"
+        ) from error
 
 
 def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:

@@ -95,6 +95,7 @@ class Attempts:
     def __init__(self) -> None:
         """Start without attempts."""
         self.known: dict[AttemptKey, Attempt] = {}
+        """All attempts, including ended ones, until they are removed."""
         self.alive: dict[AttemptKey, Attempt] = {}
         """The attempts that run or hold a lease."""
         self._alive_on: dict[str, dict[AttemptKey, Attempt]] = defaultdict(dict)

@@ -296,8 +296,9 @@ class FakeBackend:
             self.collected.append(key.name if place is None else f"{key.name}/{place}")
             content = key.name if place is None else f"{key.name}/{place}/{now}"
             digest, is_everywhere = hashlib.sha256(content.encode()).hexdigest(), for_nodes and self.shares_files
-            seen = Collected(at=now, key=key, checkpoint=checkpoint, digest=digest, size=10240, is_everywhere=is_everywhere)
-            self._emit_unless_silent(seen, key)
+            self._emit_unless_silent(
+                Collected(at=now, key=key, checkpoint=checkpoint, digest=digest, size=10240, is_everywhere=is_everywhere), key
+            )
 
     def deliver(self, key: AttemptKey, *_: object) -> Delivered:
         """Raise ``RelayRequired``, like a node without a driver for the storage."""
@@ -380,8 +381,8 @@ class FakeBackend:
         for attempt in self._attempts.known.values():
             attempt.step(seconds)
         for node in self._pool.nodes:
-            known = self._clocks.get(node.name, _CORRECT_CLOCK)
-            self._clocks[node.name] = replace(known, offset_s=known.offset_s - seconds)
+            clock = self._clocks.get(node.name, _CORRECT_CLOCK)
+            self._clocks[node.name] = replace(clock, offset_s=clock.offset_s - seconds)
 
     def reaches(self, node: str) -> bool:
         """Whether a node is reachable and responds."""
@@ -443,9 +444,9 @@ class FakeBackend:
                 self._emit_unless_silent(Ended(at=self._now(), key=key, end=attempt.end_in_time_of(clock), clock=clock), key)
                 self._emit_kind(LogComplete, key)
 
-    def _emit(self, seen: Observation) -> None:
+    def _emit(self, observation: Observation) -> None:
         if not self._is_closed:
-            self._sink(seen)
+            self._sink(observation)
 
     def _clock_of(self, key: AttemptKey) -> Clock:
         return self._clocks.get(key.node, _CORRECT_CLOCK)
@@ -471,6 +472,6 @@ class FakeBackend:
     def _emit_kind(self, kind: type[Absent | Prepared | Released | LogComplete], key: AttemptKey) -> None:
         self._emit_unless_silent(kind(at=self._now(), key=key), key)
 
-    def _emit_unless_silent(self, seen: AttemptObservation, key: AttemptKey) -> None:
+    def _emit_unless_silent(self, observation: AttemptObservation, key: AttemptKey) -> None:
         if key.node not in self._silent:
-            self._emit(seen)
+            self._emit(observation)

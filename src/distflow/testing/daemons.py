@@ -38,7 +38,7 @@ def start_daemon(
     """Start a program that runs until it is stopped. Its output is appended to ``log``.
 
     If the main thread starts it, it gets SIGTERM when this process ends. This needs ``setpriv`` of util-linux. A ``preexec_fn``
-    would do the same without it, but then the kernel copies the page tables of this process, which takes 40 ms with torch.
+    would not need ``setpriv``, but then the kernel copies the page tables of this process, which takes 40 ms with torch.
     """
     setpriv = shutil.which("setpriv", path=DAEMON_PATH) if threading.current_thread() is threading.main_thread() else None
     with log.open("ab") as output:

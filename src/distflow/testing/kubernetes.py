@@ -70,7 +70,8 @@ def find_kubernetes(environ: Mapping[str, str], repository: Path) -> KubernetesS
     folder = environ.get("DISTFLOW_TEST_KUBERNETES")
     script = (Path(folder) if folder else repository.parent / "shared" / "kubernetes") / "cluster.sh"
     if not script.is_file():
-        return KubernetesSource(missing="no Kubernetes cluster: set DISTFLOW_TEST_KUBERNETES or DISTFLOW_TEST_KUBECONFIG")
+        remedy = "set DISTFLOW_TEST_KUBERNETES or DISTFLOW_TEST_KUBECONFIG"
+        return KubernetesSource(missing=f"no Kubernetes cluster: {script} does not exist; {remedy}")
     lacking = [name for name in _PROGRAMS if shutil.which(name) is None] + ([] if _PLUGIN.exists() else [str(_PLUGIN)])
     if lacking:
         return KubernetesSource(missing=f"{', '.join(lacking)} not found: apt-get install {_PACKAGES}")
@@ -371,9 +372,9 @@ def pod_template(*folders: str) -> dict[str, Any]:
 
 
 def _await_other_cluster(script: Path, lock: int) -> None:
-    """Lock the open file ``lock``, which the test cluster of this machine holds.
+    """Lock the open file ``lock``. While another test cluster runs on this machine, it holds the lock, so wait for its end.
 
-    Wait until no other cluster holds it. Remove that cluster if the process that started it has ended.
+    Remove the other cluster if the process that started it has ended.
     """
 
     def is_free() -> bool:

@@ -48,6 +48,7 @@ class LocalEngine:
         self.refusal = ""
         """The message with which the engine refuses every request permanently; empty if it accepts requests."""
         self.given_notice = ""
+        """The text that ``notice`` returns."""
         self.is_away = False
         """Whether requests, releases and queries of allocations fail, because the engine does not respond."""
         self.requests: list[AllocationRequest] = []
@@ -63,9 +64,9 @@ class LocalEngine:
             self._check_reachable()
             if self.refusal:
                 raise RequestRefused(self.refusal)
-            for known, job in self._jobs.items():
+            for allocation_id, job in self._jobs.items():
                 if job.allocation == wanted.allocation and not isinstance(job.state, Over):
-                    return known
+                    return allocation_id
             self.requests.append(wanted)
             number = str(len(self._jobs) + 1)
             hosts = {one.task: f"h{index}" for index, one in enumerate(wanted.nodes)}

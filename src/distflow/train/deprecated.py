@@ -24,7 +24,7 @@ __all__ = ["Worker"]
 def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, example: Any = None, **options: Any) -> nn.Module:
     """Return ``world.parallelize(…).model``; ``options`` are those of the strategy in a spec."""
     if options:
-        chosen = strategy if strategy is not None else description.configured_strategy() or "ddp"
+        chosen = strategy if strategy is not None else description.current_strategy_or_none() or "ddp"
         world = parallel.world_size()
         if isinstance(chosen, str):
             strategy = make_strategy(chosen, world, options)

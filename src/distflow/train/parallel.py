@@ -18,7 +18,7 @@ from distflow.train.communication.gradients import accumulate, begin_step, local
 from distflow.train.loading.batching import Arguments, Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
 from distflow.train.strategies.build import make_sequence_mesh, prepare
-from distflow.train.strategies.description import Strategy, configured_strategy, resolve_strategy, set_current_strategy
+from distflow.train.strategies.description import Strategy, current_strategy_or_none, resolve_strategy, set_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
 
@@ -39,7 +39,7 @@ def parallelize(
     weights: str | Path | None = None,
 ) -> ParallelPlan:
     """Implement ``World.parallelize``, also for process groups that the program created itself."""
-    if strategy is None and (strategy := configured_strategy()) is None:
+    if strategy is None and (strategy := current_strategy_or_none()) is None:
         # Use DDP also on one rank, so that a plan accepts the same options as on several ranks.
         strategy = "ddp"
     resolved = resolve_strategy(strategy, world_size())
@@ -135,9 +135,10 @@ class ParallelPlan:
         if not samples:
             raise ValueError("the batch has no samples: give every rank at least one")
         if not 1 <= count <= samples:
+            setting = "the strategy's `gradient_accumulation_steps`" if micro_batches is None else "`micro_batches`"
             raise ValueError(
-                f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches: give at least "
-                "one micro-batch, and one sample for each"
+                f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches: use a larger "
+                f"batch, or set {setting} to a number from 1 to {samples}"
             )
         begin_step(self.model)
         losses = []

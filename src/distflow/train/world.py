@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 
 from distflow.train.communication.collectives import serve_collectives
-from distflow.train.strategies.description import Strategy, configured_strategy, reset_current_strategy
+from distflow.train.strategies.description import Strategy, current_strategy_or_none, reset_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ class World:
         ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``) or a ``Strategy`` on a mesh.
         The default is the strategy of the last plan, else of the spec (``DISTFLOW_STRATEGY``), else ``"ddp"``.
 
-        Except under ``none``, ranks start from rank 0's parameters. The model may be on any device. A model on the meta device
-        is divided before rank 0 draws its values, and each rank gets only its part of them, so no rank holds the whole model
-        unless the strategy replicates it. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If
-        the model is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
+        Ranks start from rank 0's parameters, except under ``none`` if the model is on a real device. The model may be on any
+        device. A model on the meta device is divided before rank 0 draws its values, and each rank gets only its part of them,
+        so no rank holds the whole model unless the strategy replicates it. A pipeline needs ``loss(outputs, targets)``, which
+        returns a mean over samples. If the model is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of
+        one micro-batch.
 
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
         of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
@@ -121,7 +122,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
             os.environ.setdefault(name, value)
         set_debug_level_from_env()
     place = _place(os.environ, backend)
-    if timeout is None and (strategy := configured_strategy()) is not None:
+    if timeout is None and (strategy := current_strategy_or_none()) is not None:
         timeout = strategy.options.get("timeout_s")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
@@ -272,7 +273,7 @@ def _rendezvous(environment: Mapping[str, str], place: World, timeout: timedelta
             raise WorldError(f"rank 0 cannot connect to its own store at {address}:{port}: {why}; {remedy}") from error
         raise WorldError(
             f"rank {place.rank} does not reach the master at {address}:{port}: {why}; check that rank "
-            "0 runs there, and that this machine can connect to MASTER_ADDR"
+            "0 (or torchrun) runs there, and that this machine can connect to MASTER_ADDR"
         ) from error
     try:
         return _register_and_wait(_stores[key], environment, place, timeout, deadline)

@@ -232,7 +232,7 @@ class MultiplexedChannel:
         self._changed.notify_all()
 
     def wake(self) -> None:
-        """Wake a waiting ``write``, which checks the queue. The lock is held."""
+        """Wake a waiting ``write``, which checks whether the queue has room. The lock is held."""
         self._changed.notify_all()
 
     def cut(self, error: NodeUnreachable) -> None:
@@ -460,8 +460,8 @@ class _HubConnection:
         self._fail(ended, is_broken=code is None)
 
     def _take(self, kind: int, number: int, content: bytes) -> None:
-        if kind != hub.PING and (known := self._channels.get(number)) is not None:
-            known.take(kind, content)
+        if kind != hub.PING and (channel := self._channels.get(number)) is not None:
+            channel.take(kind, content)
 
     def _greeting(self, channel: Channel) -> bytes | None:
         """Return the data after the hub's first line; ``None`` if the hub did not start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -220,7 +221,7 @@ def test_a_download_does_not_follow_links_out_of_its_target(location: tuple[Stor
     target = tmp_path / "got"
     target.mkdir()
     (target / "link").symlink_to(tmp_path / "else")
-    with pytest.raises(StorageError, match="is a link that leads out"):
+    with pytest.raises(StorageError, match=re.escape(f"because {target / 'link'} is a link that leads out")):
         download(open_store(url), url, target)
     assert tree(tmp_path / "else") == {}
     (target / "link").unlink()

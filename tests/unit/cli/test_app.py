@@ -237,6 +237,28 @@ def test_a_full_disk_is_reported_with_its_path(
     assert capsys.readouterr().err == f"error: {path}: No space left on device; free some space and try again\n"
 
 
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_bug_is_reported_with_its_traceback(
+    is_writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr("distflow.cli.app.app", fail)
+    log = tmp_path / "state" / "crash.log"
+    if not is_writable:
+        log.mkdir(parents=True)
+    assert run(["version"]) == 70
+    problem, request, *printed = capsys.readouterr().err.rstrip().splitlines()
+    assert problem == "error: a bug in distflow: RuntimeError('oops')"
+    if is_writable:
+        assert (request, printed) == (f"Please report it with the traceback in {log}.", [])
+        printed = log.read_text().splitlines()
+    else:
+        assert request == f"Please report it with this traceback, which could not be written to {log}:"
+    assert (printed[0], printed[-1]) == ("Traceback (most recent call last):", "RuntimeError: oops")
+
+
 @pytest.mark.parametrize("write", ["print('a')", "print('a' * 100_000)", "forward(1, b'a')"])
 def test_a_full_disk_of_standard_output_is_reported(write: str) -> None:
     script = "from distflow.cli import app\nfrom distflow.cli.workflow.exec import _write as forward\n"

@@ -11,7 +11,7 @@ import pytest
 from distflow.backends.machines.cleanup import Leftover, Recalled
 from distflow.cli.app import run
 from distflow.client.adoption import Adoption
-from distflow.client.nodes import Cleaned, PoolNode, Reaped
+from distflow.client.nodes import Cleaned, PoolNode, Reaped, Uninstalled
 from distflow.pools.model import Pool
 from unit.cli.screen import Screen
 
@@ -58,7 +58,7 @@ def test_pools_without_nodes_of_their_own_are_refused(
     (folder / "distflow.yaml").write_text(f"{CONFIGURATION}  hpc: {{backend: slurm}}\n")
     assert run(["node", *command, "--pool", "hpc"]) == 2
     out, err = capsys.readouterr()
-    message = "pool `hpc` has no nodes of its own, because slurm chooses them"
+    message = "pool `hpc` has no nodes of its own to clean up, because slurm chooses them"
     if "json" in command:
         assert json.loads(out)["error"]["message"] == message
     else:
@@ -69,7 +69,7 @@ def test_pools_without_nodes_of_their_own_are_refused(
 def test_all_pools_without_nodes_of_their_own_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "distflow.yaml").write_text("default_pool: hpc\npools:\n  hpc: {backend: slurm}\n  pods: {backend: kubernetes}\n")
     assert run(["node", "clean"]) == 2
-    message = "the pools `hpc` and `pods` have no nodes of their own, because clusters choose them"
+    message = "the pools `hpc` and `pods` have no nodes of their own to clean up, because clusters choose them"
     assert capsys.readouterr().err == f"error: {message}\nto end leftover jobs: distflow node reap\n"
 
 
@@ -81,9 +81,42 @@ def test_reap_counts_a_pool_without_nodes_as_a_pool(
     monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [Reaped(node="cluster")])
     assert run(["node", "reap"]) == 0
     assert capsys.readouterr().out == "no leftovers on 2 nodes and 1 pool\n"
-    monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [Reaped(node="cluster", error="squeue failed")])
+    failed = [Reaped(node="cluster", error="squeue failed"), Reaped(node="pods", error="no answer")]
+    monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: failed)
     assert run(["node", "reap"]) == 3
-    assert capsys.readouterr().err == "error: cluster: squeue failed\ndetails: distflow pool check --pool cluster\n"
+    out, err = capsys.readouterr()
+    assert out == "pods: failed: no answer\nno leftovers on 2 nodes\n"
+    assert err == "error: cluster: squeue failed\ndetails: distflow pool check --pool cluster\n"
+
+
+@pytest.mark.usefixtures("folder")
+def test_uninstall_shows_the_result_of_each_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [
+        Uninstalled(node="n1", removed=("/r",)),
+        Uninstalled(node="n2", removed=("/r/x",), left=("/r: busy",)),
+        Uninstalled(node="n3", left=("/r: busy",)),
+        Uninstalled(node="n4", error="refused"),
+        Uninstalled(node="n5", error="no answer"),
+    ]
+    monkeypatch.setattr("distflow.cli.node.uninstall_nodes", lambda *_: results)
+    nodes = ", ".join(f"{{name: {one.node}, host: {one.node}}}" for one in results)
+    Path("distflow.yaml").write_text(f"pools:\n  lab: {{backend: ssh, nodes: [{nodes}]}}\n")
+    assert run(["node", "uninstall", "--yes", "--pool", "lab"]) == 3
+    out, err = capsys.readouterr()
+    assert out == (
+        "n1: removed\nn2: removed, except:\n  /r: busy\nn3: nothing could be removed:\n  /r: busy\nn5: failed: no answer\n"
+    )
+    assert err.startswith("error: n4: refused\n")
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_confirmation_of_uninstall_names_only_some_nodes_of_a_large_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ", ".join(f"{{name: n{number}, host: n}}" for number in range(1000))
+    Path("distflow.yaml").write_text(f"pools:\n  lab: {{backend: ssh, nodes: [{nodes}]}}\n")
+    assert run(["node", "uninstall", "--pool", "lab"]) == 2
+    assert "from n0 (~/.distflow), n1 (~/.distflow), n2 (~/.distflow), n3 (~/.distflow), and 996 more needs" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("folder")

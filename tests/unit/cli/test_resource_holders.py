@@ -38,6 +38,6 @@ def test_idle_nodes_are_reported_in_a_sentence() -> None:
 
 def test_a_node_that_cannot_be_inspected_is_not_reported_as_idle() -> None:
     failed = Holders(error="connection refused")
-    assert holders_text([(USAGE, failed)], {}) == "n2: failed: connection refused\n"
+    assert holders_text([(USAGE, failed)], {}) == "n2: the query failed: connection refused\n"
     both = holders_text([(USAGE, failed), (USAGE, Holders())], {})
-    assert both == "Nothing is in use on the nodes that responded.\nn2: failed: connection refused\n"
+    assert both == "Nothing is in use on the nodes that responded.\nn2: the query failed: connection refused\n"

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from distflow.cli.render.tables import Paint, cut, table, terminal_width, visible_width
-from distflow.documents.quantities import duration, iso, local_minute, local_second
+from distflow.documents.quantities import duration_hms, iso, local_minute, local_second
 from distflow.documents.text import plain
 from unit.cli.screen import Terminal
 from unit.state.stored import T0
@@ -57,8 +57,8 @@ def test_times_have_formats_for_text_and_json() -> None:
     assert local_minute(T0) == "Apr 11, 2025 21:31 UTC"
     assert local_second(T0) == "2025/04/11 21:31:07"
     assert iso(T0 + 0.25) == "2025-04-11T21:31:07.250"
-    assert (local_minute(None), iso(None), duration(None)) == ("-", None, "-")
+    assert (local_minute(None), iso(None), duration_hms(None)) == ("-", None, "-")
     assert len(local_second(None)) == len(local_second(T0))
-    assert [duration(value) for value in (0, 59.9, 61, 3600, 86400 * 2 + 5, -3)] == [
+    assert [duration_hms(value) for value in (0, 59.9, 61, 3600, 86400 * 2 + 5, -3)] == [
         "0:00", "0:59", "1:01", "1:00:00", "2d 0:00:05", "0:00",
     ]  # fmt: skip

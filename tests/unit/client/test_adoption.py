@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.client.adoption import AdoptableWorkflow, _adopt
+from distflow.backends.machines.cleanup import FoundWorkflow, Recalled
+from distflow.client.adoption import AdoptableWorkflow, _adopt, _gather
 from distflow.client.client import Client
 from distflow.client.notifications.targets import set_profile_notify
 from distflow.lifecycle.states import WorkflowState
@@ -45,3 +46,14 @@ def test_a_workflow_that_is_already_stored_is_skipped_and_others_are_adopted(tmp
         assert (
             [target.command for target in store.notify_targets(theirs.uuid)] == [target.command for target in mine] == [("sh",)]
         )
+
+
+def test_a_workflow_with_an_invalid_copy_is_skipped_with_the_name_of_the_node(tmp_path: Path) -> None:
+    answer = Recalled(
+        pool=Pool(name="lab", backend="ssh", nodes=()),
+        node="n2",
+        workflows=(FoundWorkflow(uuid="u", copy="{}", attempts=()),),
+    )
+    found, (skipped,) = _gather([answer], tmp_path)
+    assert not found
+    assert "the copy of its record on n2 (workflow.json) is not valid" in skipped.skipped

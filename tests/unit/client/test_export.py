@@ -154,7 +154,7 @@ def test_a_pool_without_slurm_options_is_refused(
 ) -> None:
     monkeypatch.delenv("DISTFLOW_CONFIG")
     assert run(["workflow", "export", one_task(), "--to", "slurm", "--pool", "local"]) == 2
-    assert "the pool `local` has no Slurm options" in capsys.readouterr().err
+    assert "the pool `local` has `backend: local`, not `slurm`" in capsys.readouterr().err
 
 
 def test_debug_of_a_group_without_ranks_is_exported_to_osmo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,9 @@ def test_debug_of_a_group_without_ranks_is_exported_to_osmo(capsys: pytest.Captu
 @pytest.mark.parametrize("name", ["task_dir", "address_only"])
 def test_a_spec_cannot_set_a_variable_that_the_script_uses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(environment={name: "x"}), "--to", "slurm"]) == 2
-    assert f"the variable `{name}` (from `environment` or --env) is one that the script itself uses" in capsys.readouterr().err
+    assert f"the task's variable `{name}` is one that the script itself uses" in capsys.readouterr().err
+    assert run(["workflow", "export", one_task(), "--to", "slurm", "--set-env", f"{name}=x"]) == 2
+    assert f"the task's variable `{name}` is one that the script itself uses" in capsys.readouterr().err
 
 
 def test_programs_for_valohai_cause_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.documents.quantities import duration_text, parse_bytes, parse_duration
+from distflow.documents.quantities import duration_literal, parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,11 @@ def test_durations_are_converted_to_seconds(written: str | float, seconds: float
     [
         ("10h5m", "write it in one unit: `605m`"),
         ("90", "write `90s`"),
+        ("1.5", "write `1500ms`"),
+        ("2.0", "write `2s`"),
+        ("9" * 400 + ".5", "has no unit"),
+        ("1.2.3", "is not a duration"),
+        (".", "is not a duration"),
         ("-5m", "is negative"),
         (-1, "is negative"),
         (float("nan"), "not a duration"),
@@ -60,8 +65,8 @@ def test_an_invalid_duration_is_refused_with_advice(written: str | float, words:
 
 
 @given(st.integers(0, 10**13).map(lambda micros: micros / 1e6))
-def test_the_text_of_a_duration_is_parsed_to_the_same_duration(seconds: float) -> None:
-    assert parse_duration(duration_text(seconds)) == pytest.approx(seconds, abs=1e-6)
+def test_the_literal_of_a_duration_is_parsed_to_the_same_duration(seconds: float) -> None:
+    assert parse_duration(duration_literal(seconds)) == pytest.approx(seconds, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ exec("def _without_source(): pass")
         (lambda: None, None, "a lambda cannot be sent to the nodes"),
         (globals()["_without_source"], None, "the source of `_without_source` is not available"),
         (types.FunctionType(_uses_modules.__code__, {}, "renamed"), None, "does not begin with `def "),
-        (_closure(), None, "`returns` uses `value`, which the nodes do not have"),
+        (_closure(), None, "`returns` uses `value` from outside the function, but only its own source is sent"),
         (_uses_modules, None, "`_uses_modules` uses `OUTSIDE` and `math`"),
         (_async, None, "`_async` is an `async` function"),
         (_Method().train, None, "is not a function defined with `def`"),
@@ -123,6 +123,6 @@ def train():
     size: Local = 1
 """)
     train = runpy.run_path(str(file))["train"]
-    error = pytest.raises(ValueError, match="`train` uses `Unknown`, which the nodes do not have")
+    error = pytest.raises(ValueError, match="`train` uses `Unknown` from outside the function")
     with error if is_refused else contextlib.nullcontext():
         function_script(train, None)

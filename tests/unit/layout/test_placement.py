@@ -190,7 +190,7 @@ def test_tasks_without_topology_run_on_any_node() -> None:
 def test_a_label_that_no_node_has_is_named() -> None:
     refused = place_near(gang(2, ZONE), RACKS, shared=False)
     assert not isinstance(refused, Placement)
-    assert refused[0].reasons == ("no node has the label `zone`, which its `topology` requests",)
+    assert refused[0].reasons == ("no node has the label `zone`, which the task's `topology` requests",)
 
 
 def test_a_pool_of_one_node_satisfies_topology_requests() -> None:

@@ -163,6 +163,7 @@ def test_missing_values_follow_from_the_ranks(block: str, sizes: tuple[int, ...]
         ("{kind: ddp, compression: fp16, sync_gradients_every: 2}", (2,), "exclude each other", "keep one"),
         ("{kind: fsdp, sharding_strategy: NO_SHARD, cpu_offload: true}", (2,), "`cpu_offload` needs shards", "FULL_SHARD"),
         ("{kind: hybrid, tp_size: 2, sharding_strategy: NO_SHARD}", (4,), "hybrid does not support NO_SHARD", "FULL_SHARD"),
+        ("{kind: pipeline, sharding_strategy: HYBRID_SHARD}", (4,), "pipeline does not support HYBRID_SHARD", "FULL_SHARD"),
         ("{kind: fsdp, shard_size: 2}", (4,), "`shard_size` has no effect without HYBRID_SHARD", "HYBRID_SHARD"),
         ("{kind: fsdp, min_num_params: 100}", (2,), "`min_num_params` has no effect without wrapping by size", "size"),
         (

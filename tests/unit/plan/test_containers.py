@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distflow.documents.requirements import Requirements
-from distflow.plan.containers import container_notices, container_of, venv_notices
+from distflow.plan.containers import container_notices, container_of, sharing_notices, venv_notices
 from distflow.plan.model import Container
 from distflow.spec.parse import load_spec_text
 from distflow.structs import replace
@@ -55,6 +55,17 @@ def test_an_ignored_key_is_reported_once() -> None:
         "spec.yaml:7: warning: `volumeMounts` is ignored on nodes with `container: none`: nothing is mounted at `/b`",
         "spec.yaml:9: warning: `privileged` is ignored on nodes with `container: none`: tasks run with the user's rights",
     ]
+
+
+def test_the_warning_about_shared_paths_counts_the_paths_that_it_leaves_out() -> None:
+    tasks = "".join(f"  - {{name: {name}, command: [ls, /tmp/a, /tmp/b, /var/tmp/c, /dev/shm/d]}}\n" for name in ("a", "b"))
+    spec, problems = load_spec_text(f"workflow:\n  name: shared\n  tasks:\n{tasks}", "spec.yaml", Path.cwd())
+    assert problems == ()
+    (found,) = sharing_notices(spec, {}, {"a": "n", "b": "n"}, (node("n"),))
+    assert found.message == (
+        "`a`, `b` share `/dev/shm/d`, `/tmp/a`, `/tmp/b` and 1 more path if they run on one node; in OSMO each task has "
+        "its own temporary directories"
+    )
 
 
 def test_the_warning_about_a_venv_says_whether_all_nodes_use_containers() -> None:

@@ -127,7 +127,7 @@ def test_all_problems_are_reported_at_once_with_their_lines() -> None:
         "hosts:13: error: `gpu10:`: `slots` must be a whole number",
         "hosts:14: error: `[gpu1]` is not a host",
         "hosts:15: error: `slots=1000000`",
-        "hosts:16: error: unknown word `slots`\n    did you mean `slots`?",
+        "hosts:16: error: `slots` has no value\n    write `slots=N`",
         "hosts:17: error: `python=` is not a single path or name\n    write `python=/opt/venv/bin/python` once",
         "hosts:18: error: `python=-c` is not a single path or name",
         "hosts:19: error: `python=/a python=/b` is not a single path or name",

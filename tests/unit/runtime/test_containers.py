@@ -151,8 +151,8 @@ def test_runtime_auto_uses_the_first_installed_program(path: str) -> None:
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
-        ("docker", "docker is not installed on this node; install it, or"),
-        ("auto", "none of docker, podman, apptainer is installed on this node; install one, or"),
+        ("docker", "docker is not in PATH on this node; install it, or"),
+        ("auto", "none of docker, podman, apptainer is in PATH on this node; install one, or"),
     ],
 )
 def test_a_missing_program_is_an_error_with_a_remedy(runtime: str, message: str) -> None:

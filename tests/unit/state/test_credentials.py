@@ -93,8 +93,8 @@ def test_registry_credentials_are_found_by_the_name_of_the_registry(tmp_path: Pa
     ("kind", "values", "words"),
     [
         (CredentialType.GENERIC, {}, "no payload"),
-        (CredentialType.GENERIC, {"": "hidden-value"}, "an empty key or value"),
-        (CredentialType.GENERIC, {"key": ""}, "an empty key or value: key"),
+        (CredentialType.GENERIC, {"": "hidden-value"}, "a key of the payload is empty"),
+        (CredentialType.GENERIC, {"key": ""}, "the value of `key` is empty"),
         (CredentialType.GENERIC, {"a/b": "hidden-value"}, "'a/b' is not a valid payload key"),
         (CredentialType.GENERIC, {"..": "hidden-value"}, "is not a valid payload key"),
         (CredentialType.GENERIC, {"a\nb": "hidden-value"}, "is not a valid payload key"),

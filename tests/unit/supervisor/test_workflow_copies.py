@@ -84,17 +84,17 @@ def test_signature_detects_every_change_of_a_record(tmp_path: Path) -> None:
         key = AttemptKey(workflow=record.uuid, group="training", attempt=0, task="master", node="n1")
         command = Prepare("lab", key)
         text = encode_copy(stored, command, store, "laptop", mine)
-    copy, is_own = read_copy(text, mine)
+    copy, is_own = read_copy(text, mine, "n1")
     assert (copy.record, copy.host, is_own) == (record, "laptop", True)
     # A version without signatures can read the copy, and this version can read copies without a signature.
     assert json.loads(text)["host"] == "laptop"
     unsigned = re.sub(r',"mac":"[0-9a-f]+"', "", text)
     for changed in (unsigned, text.replace('"laptop"', '"l4ptop"'), text.replace('"mac":"', '"mac":"0')[:-3] + '"}'):
-        assert read_copy(changed, mine)[1] is False
-    assert read_copy(text, other)[1] is False
+        assert read_copy(changed, mine, "n1")[1] is False
+    assert read_copy(text, other, "n1")[1] is False
     assert not list(other.iterdir()), "reading must not create a key"
     # The token of a gang, which its nodes have, is not a valid signing key.
-    assert read_copy(text[:-66] + DIGEST + '"}', mine)[1] is False
+    assert read_copy(text[:-66] + DIGEST + '"}', mine, "n1")[1] is False
 
 
 def put(path: str, value: object) -> Callable[[Any], None]:
@@ -125,14 +125,14 @@ def put(path: str, value: object) -> Callable[[Any], None]:
 def test_copy_with_unsafe_paths_or_invalid_values_is_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
     document = json.loads(encoded_copy())
     change(document)
-    with pytest.raises(StateError, match=r"workflow\.json on the node is not valid"):
-        read_copy(json.dumps(document), tmp_path)
+    with pytest.raises(StateError, match=r"on n1 \(workflow\.json\) is not valid"):
+        read_copy(json.dumps(document), tmp_path, "n1")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"record":' * 50_000, "9" * 5000, "", "null", '{"a": "\ud800"}'])
 def test_copy_that_cannot_be_decoded_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"workflow\.json on the node is not valid"):
-        read_copy(text, tmp_path)
+    with pytest.raises(StateError, match=r"on n1 \(workflow\.json\) is not valid"):
+        read_copy(text, tmp_path, "n1")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_changed_copy_is_refused_or_has_only_safe_names(
                 parent = parent[part]
             parent[path[-1]] = value
     try:
-        copy, is_own = read_copy(json.dumps(document), tmp_path_factory.getbasetemp())
+        copy, is_own = read_copy(json.dumps(document), tmp_path_factory.getbasetemp(), "n1")
     except StateError:
         return
     assert not is_own

@@ -78,7 +78,7 @@ _QUEUED_POLL_S = 10.0
 _HELD_POLL_S = 30.0
 """Seconds between two queries while no allocation waits: nodes report the ends of their tasks themselves."""
 _RETRY_S = 10.0
-"""The longest pause before another query or request to the engine, in seconds. Pauses begin with 1 s and double."""
+"""The longest pause after a failed query or request to the engine, in seconds. Pauses begin with 1 s and double."""
 _DOUBT_S = 60.0
 """Maximum seconds that a task's failure is held back until the engine reports the state of the allocation."""
 _DOUBTFUL_POLL_S = 2.0
@@ -86,7 +86,7 @@ _DOUBTFUL_POLL_S = 2.0
 _UNANSWERED_S = 5.0
 """As ``_DOUBT_S``, while the engine does not answer."""
 _ENDING_S = 10.0
-"""Seconds in which an engine may still list an allocation whose processes it ends with ``SIGTERM``."""
+"""Seconds in which an engine may still list an allocation as granted while it ends the processes with ``SIGTERM``."""
 _RECOVERY_S = 20.0
 """Seconds for reading recorded ends of attempts on the login node after the end of their allocation."""
 _GUESSED = (
@@ -98,7 +98,7 @@ _REQUESTS_AT_ONCE = 8
 _CLOSE_S = 10.0
 """Seconds in which ``close`` tries to release allocations that are no longer needed."""
 _LAST_S = 15.0
-"""Additional seconds in which ``close`` waits for the last call of the engine."""
+"""Additional seconds in which ``close`` waits for the last call to the engine."""
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> AllocatedBackend:
@@ -526,8 +526,8 @@ class AllocatedBackend:
     def _recovered(self, held: _Held, report: Ended | Absent | LogComplete) -> None:
         """Handle a report of the agent on the login node.
 
-        An end that the engine may have caused (``_GUESSED``) is ignored. The agent also reports such an end if it only misses
-        the processes, which ran on another machine.
+        An end that the engine may have caused (``_GUESSED`` or ``_was_killed``) is ignored. The agent also reports such an end
+        if it only misses the processes, which ran on another machine.
         """
         if isinstance(report, Absent | LogComplete):
             held.recovered.add(report.key)
@@ -558,7 +558,7 @@ class AllocatedBackend:
     # Helpers. Their callers hold the lock, except those of `_command` and `_transport`.
 
     def _lease_if_connected(self, held: _Held | None) -> bool:
-        """Lease the nodes of an allocation if all of them are connected and the lease request is open."""
+        """Send the open lease request to the nodes of an allocation if all are connected. Returns whether it was sent."""
         if held is None or held.request is None or held.is_leasing or not held.nodes:
             return False
         if not self._up.issuperset(held.nodes.values()):

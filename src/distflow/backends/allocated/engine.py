@@ -123,7 +123,10 @@ class Over(Struct, frozen=True, kw_only=True):
     """The allocation has ended, and so have its processes, as far as the engine knows."""
 
     reason: Reason | None
-    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``; ``None`` if unknown, as when distflow's programs just ended."""
+    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``.
+
+    ``None`` if it is unknown, for example if distflow's programs ended by themselves.
+    """
     message: str
     """The engine's explanation in plain words."""
     hosts: Collection[str] = field(default_factory=tuple)
@@ -196,7 +199,7 @@ class Engine(Protocol):
         ...
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
-        """End allocations, waiting or granted. Ended allocations are ignored.
+        """End allocations, waiting or granted. It is not an error if an allocation has ended already.
 
         ``exit_codes``: id → exit code of a gang that ended by itself, which Slurm's accounting shows if it can. Slurm
         shows other allocations as canceled, and other engines ignore the exit codes.

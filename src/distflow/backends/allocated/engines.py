@@ -51,8 +51,9 @@ _SHARED = Engines(open_engine)
 
 
 def open_transport(pool: Pool, node: Node) -> Transport:
-    """Return a transport to an allocated node, or to its files after the end of the allocation, without connecting.
+    """Return a transport to an allocated node, without connecting.
 
+    After the end of the allocation, it uses the login node, which has the node's files if they are on a shared file system.
     All transports to nodes of a pool share one engine, and with it the connection to the login node or the API server.
     """
     return _SHARED.transport(pool, node.name)

@@ -22,7 +22,7 @@ _CACHED_S = 2.0
 
 
 class Engines:
-    """The open engines of this process, one for each pool. An engine stays open as long as a transport uses it."""
+    """The engines that transports of this process use, one for each pool. An engine stays open while a transport uses it."""
 
     def __init__(self, open_engine: Callable[[Pool], Engine]) -> None:
         """``open_engine`` returns the engine of a pool."""
@@ -196,7 +196,7 @@ class NodeChannel:
             self._channel.close()
 
     def _restart_on_login_node(self) -> bool:
-        """Start the command on the login node if the class says so. Returns whether it started."""
+        """Start the command again on the login node, in the case that the class describes. Returns whether it started."""
         if not self._is_unused() or self._channel.exit_code is not None or not self._has_ended():
             return False
         with self._lock:

@@ -155,7 +155,7 @@ class MachinesBackend:
         """Fetch inputs, stage large files, pull the image, then write the launch record, in a thread: it may take minutes.
 
         Stops an earlier call for the same attempt that is still running (its connection broke, or it belongs to an earlier
-        lease). That call reports nothing more.
+        lease). That call then reports at most ``Unanswered``.
         """
         self._halt(key)
         halt, connection = threading.Event(), self._connections[key.node]
@@ -235,7 +235,10 @@ class MachinesBackend:
             halt.set()
 
     def _is_everywhere(self, digest: str, size: int) -> bool:
-        """Return whether every node of the pool has a blob. False for small blobs, because launch records contain them."""
+        """Return whether every node of the pool has a blob.
+
+        False for small blobs, which this machine must have, because it writes them into launch records.
+        """
         return size > _INLINE and all(one.has(digest, size) for one in tuple(self._connections.values()))
 
     def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:
@@ -418,7 +421,7 @@ class MachinesBackend:
     def _check_torch(self, connection: NodeConnection, launch: BoundLaunch) -> None:
         """Raise ``InputError`` if the node's Python certainly has no torchrun. A check that succeeded is not repeated.
 
-        If the node cannot answer, the start will report its error.
+        If the node refuses the check, the result is unknown, and the start will report the error.
         """
         environment = dict(launch.environment)
         checked = (

@@ -239,7 +239,7 @@ class FoundWorkflow(Struct, frozen=True, kw_only=True):
 
 
 class Recalled(Struct, frozen=True, kw_only=True):
-    """The workflows on one node, or why the request failed."""
+    """The workflows on one node that the submitter did not know, or why the request failed."""
 
     pool: Pool
     node: str

@@ -11,7 +11,7 @@ from distflow.cli.render.workflow_text import cause_lines, output_words, without
 from distflow.client.failures import GroupFailure, missing_ranks, remedy_of
 from distflow.client.workflows import held_ranks
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import duration, local_milli, times
+from distflow.documents.quantities import duration_hms, local_milli, times
 from distflow.documents.text import listed, plain, plain_lines
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
@@ -57,7 +57,8 @@ def no_verdict(record: WorkflowRecord, names: Collection[str] = ()) -> str:
             words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
     for group in (one for one in groups if one.earlier_causes):
         count = len(group.earlier_causes)
-        words += f"\n{group.name} was retried after {_times(count)}. Details: distflow workflow why {record.id} -r {count - 1}"
+        details = f"Details: distflow workflow why {record.id} -r {count - 1}"
+        words += f"\n{group.name} was retried after {_failures(count)}. {details}"
     return words
 
 
@@ -123,7 +124,7 @@ def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words
     }
 
 
-def _times(count: int) -> str:
+def _failures(count: int) -> str:
     return "a failure" if count == 1 else f"{count} failures"
 
 
@@ -168,7 +169,7 @@ def _offset(seconds: float) -> str:
     """Return a signed time difference: ``+0.012 s``, ``-1:02:03``."""
     if abs(seconds) < 100:
         return f"{seconds:+.3f} s"
-    return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
+    return f"{'-' if seconds < 0 else '+'}{duration_hms(abs(seconds))}"
 
 
 def _clock_words(clock: Clock) -> str:

@@ -63,7 +63,7 @@ def check_path(option: str, path: Path) -> None:
 
 
 def write_junit(record: WorkflowRecord, path: Path) -> None:
-    """Write the report of an ended workflow."""
+    """Write the report of an ended workflow. Raises ``InputError`` if the file cannot be written."""
     try:
         path.write_text(junit_text(record), encoding="utf-8")
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import table
 from distflow.client.workflows import held_ranks
-from distflow.documents.quantities import bytes_text, duration
+from distflow.documents.quantities import bytes_text, duration_hms
 from distflow.documents.text import few, plain
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def metric_lines(group: GroupRecord, latest: Latest, now: float | None = None) -
         full = round(share * _BAR_WIDTH)
         left = ""
         if now is not None and group.running_at is not None and not group.state.is_final and 0 < share < 1:
-            left = f", about {duration((now - group.running_at) * (1 - share) / share)} left"
+            left = f", about {duration_hms((now - group.running_at) * (1 - share) / share)} left"
         yield f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] {share:.0%}{left}"
 
 

@@ -250,12 +250,12 @@ def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, s
     lines = [table(("Node", "Held", "User", "By"), rows)] if rows else []
     if not rows and (not failed or len(failed) < len(found)):
         lines.append(f"Nothing is in use on {'the nodes that responded' if failed else 'these nodes'}.\n")
-    lines += [f"{node}: failed: {plain(error)}\n" for node, error in failed]
+    lines += [f"{node}: the query failed: {plain(error)}\n" for node, error in failed]
     return "".join(lines)
 
 
 def holders_json(report: Holders, ids: Mapping[str, str]) -> dict[str, object]:
-    """Return the report of one node for its entry in the JSON document."""
+    """Return the keys that ``resource list --live`` adds to the entry of a node in its JSON document."""
     return {
         "holders": [
             {

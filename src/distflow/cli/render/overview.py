@@ -10,7 +10,7 @@ from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import usage_json, workflow_key
 from distflow.cli.render.workflow_text import elapsed_s
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import bytes_text, count_text, duration, local_second, times
+from distflow.documents.quantities import bytes_text, count_text, duration_hms, local_second, times
 from distflow.documents.text import few, plain
 from distflow.lifecycle.states import State
 
@@ -88,7 +88,8 @@ def _workflow_row(
 ) -> tuple[str, ...]:
     """Return the row of a running task, or of a workflow without any. The first row also has the cells about the workflow."""
     begun = record.started_at if record.started_at is not None else record.submitted_at
-    own = (record.id, paint.status(record.status), duration(elapsed_s(begun, None, now))) if number == 0 else (" ", " ", " ")
+    elapsed = duration_hms(elapsed_s(begun, None, now))
+    own = (record.id, paint.status(record.status), elapsed) if number == 0 else (" ", " ", " ")
     running = [(group, task) for group in record.groups for task in group.tasks if task.state is State.RUNNING]
     if number >= len(running):
         return (*own, "", "", "", *("" for _ in header), "")

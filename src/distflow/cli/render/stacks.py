@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from distflow.cli.render.tables import Paint
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import duration
+from distflow.documents.quantities import duration_hms
 from distflow.documents.text import few, plain, ranges
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _heartbeats(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         age_s = (task.report or {}).get("heartbeat_age_s")
         if age_s is not None:
-            yield f"{task.task.name}: last heartbeat {duration(age_s)} ago"
+            yield f"{task.task.name}: last heartbeat {duration_hms(age_s)} ago"
 
 
 def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:

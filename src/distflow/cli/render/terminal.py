@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import TextIO
 
 from distflow.cli.render.tables import cut, terminal_width, visible_width
-from distflow.documents.quantities import bytes_text, duration
+from distflow.documents.quantities import bytes_text, duration_hms
 
 __all__ = ["BottomLine", "ProgressLine", "raw_terminal", "read_size"]
 
@@ -111,7 +111,7 @@ class ProgressLine:
                 print(text, file=self._out, flush=True)
 
     def _text(self, done: int, total: int, rate: float) -> str:
-        left = f", {duration((total - done) / rate)} left" if rate > 0 and total > done else ""
+        left = f", {duration_hms((total - done) / rate)} left" if rate > 0 and total > done else ""
         return f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s{left}"
 
 

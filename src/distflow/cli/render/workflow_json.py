@@ -36,8 +36,9 @@ def workflow_json(
 ) -> dict[str, object]:
     """Return the JSON document of ``query --format-type json``.
 
-    Times are ISO 8601 in UTC: without a zone under the keys listed here, and with one under those of ``quantities.ZONED``.
-    Durations and timeouts are in seconds. Unknown values are null.
+    Times are ISO 8601 in UTC. Each time occurs twice: without a zone under the key listed here (``start_time``), and with its
+    zone under the key that ``quantities.ZONED`` has for it (``started_at``). Durations and timeouts are in seconds. Unknown
+    values are null.
 
     Fields with OSMO's names and meanings:
 
@@ -54,17 +55,19 @@ def workflow_json(
 
     Additional fields of distflow:
 
+    * names under the keys that all JSON documents have: ``workflow_id``, ``workflow_uuid``, ``group_name``, ``task_name``, and
+      ``node_name`` of ``first_cause``;
     * workflow: ``outputs_until`` (when `distflow node clean` may first remove the output files; null if unknown);
     * workflow, group and task: ``state`` and ``reason``, which together give the ``status``;
     * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (the reason for its wait or its end),
       ``left_out`` (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the
       workflow in which the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and
-      ``metrics`` (in the last log lines, the latest metrics of the lowest rank that has any: ``task``, ``retry_id``, ``rank``,
-      ``step``, ``values``; null if there are none);
+      ``metrics`` (the latest metrics of one rank, which is the lowest rank with metrics in the last log lines: ``task``,
+      ``retry_id``, ``rank``, ``step``, ``values``; null if there are none);
     * group: ``remedy`` (from `diagnose`, for a failure; null if unknown);
     * ``first_cause``: ``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
-      ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within
-      the uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
+      ``signal``, ``time`` by this machine's clock, ``time_uncertainty_s``, ``rivals`` (tasks that failed at the same time
+      within the uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
     * task: ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or its output: ``sent_bytes``,
       ``total_bytes``, ``bytes_per_second``, the source or target ``url``, and the pulled ``image``), ``pid``, ``signal``,
       ``duration``, ``last_line``, ``outputs``, ``output_dir``, and ``out_of_reach`` (``since`` and ``error`` of its unreachable

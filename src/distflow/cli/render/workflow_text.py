@@ -20,10 +20,10 @@ from distflow.cli.render.metrics import (
 )
 from distflow.cli.render.tables import Paint, cut, table
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import bytes_text, count_text, duration, local_minute, local_second, times
+from distflow.documents.quantities import bytes_text, count_text, duration_hms, local_minute, local_second, times
 from distflow.documents.text import few, plain, ranges
 from distflow.lifecycle.exits import exit_text
-from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
+from distflow.lifecycle.states import REASON_TEXT, Reason, State, waiting_text
 from distflow.state.record import Cause, EventRecord, GroupRecord, Priority, TaskRecord, WorkflowRecord
 
 __all__ = [
@@ -107,9 +107,9 @@ def workflow_text(
     if record.parent is not None:
         lines.append(f"Restarts     {record.parent}")
     if record.started_at is None:
-        lines.append(f"Queued       {duration(queued_s(record, now))}")
+        lines.append(f"Queued       {duration_hms(queued_s(record, now))}")
     else:
-        lines.append(f"Elapsed      {duration(elapsed_s(record.started_at, record.ended_at, now))}")
+        lines.append(f"Elapsed      {duration_hms(elapsed_s(record.started_at, record.ended_at, now))}")
     if verbose:
         lines.append(f"UUID         {record.uuid}")
     if verbose or record.priority is not Priority.NORMAL:
@@ -193,7 +193,7 @@ def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | 
             record.priority.value,
             *(_labels_and_tags(record)[name] for name in more),
             record.pool,
-            duration(elapsed_s(record.started_at, record.ended_at, now)),
+            duration_hms(elapsed_s(record.started_at, record.ended_at, now)),
         )
         for record in records
     ]
@@ -209,7 +209,7 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
     """Return the status of a workflow in one line: ``pytorch-dist-3 RUNNING 0:42  master RUNNING · worker RUNNING``."""
     paint = paint or Paint()
     begun = record.started_at if record.started_at is not None else record.submitted_at
-    head = f"{record.id} {paint.status(record.status)} {duration(elapsed_s(begun, record.ended_at, now))}"
+    head = f"{record.id} {paint.status(record.status)} {duration_hms(elapsed_s(begun, record.ended_at, now))}"
     tasks = [(group, task) for group in record.groups for task in group.tasks]
     if len(tasks) <= _FEW_TASKS:
         parts = [f"{task.name} {paint.status(task.status)}{_transfer_words(group, task, ' (', ')')}" for group, task in tasks]
@@ -225,8 +225,8 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
 def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[str]:
     """Yield lines about the changes between two records: of statuses, messages and unreachable nodes.
 
-    If ``before`` is ``None``, all statuses of the workflow and its groups count as changed. Tasks have lines only if they
-    failed, but not because of another task of the group, or if ``before`` is given and the group has few tasks.
+    If ``before`` is ``None``, all statuses of the workflow and its groups count as changed. A task has a line when it
+    fails by itself. Other changes of tasks have lines only if ``before`` is given and the group has at most 8 tasks.
     """
     if before is None or before.status != after.status:
         yield f"{after.id}: {after.status}"
@@ -254,7 +254,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
 def missing_nodes(before: WorkflowRecord | None, after: WorkflowRecord, check: str, *, with_errors: bool) -> Iterator[str]:
     """Yield lines about the unreachable nodes that a group waits for, if ``before`` did not have the same nodes.
 
-    ``check`` is the command that checks the nodes of the pool.
+    ``check`` is the command that checks the nodes of the pool. ``with_errors`` adds the errors of the first 4 nodes.
     """
     old = {group.name: group.missing_nodes for group in before.groups} if before else {}
     for group in after.groups:
@@ -331,7 +331,7 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint, remed
         pid = f", pid {group.cause.pid}" if group.cause.pid is not None else ""
         yield f"{local_second(group.cause.at)}{pid}; details: distflow workflow why {record.id}"
     elif group.state is State.WAITING:
-        yield plain(group.message) or waits_for(group.upstream or ("the groups before it",))
+        yield plain(group.message) or waiting_text(group.upstream or ("the groups before it",))
     elif group.state is State.SCHEDULING:
         yield from _lines(group.message or "Waiting for nodes")
     elif group.message:
@@ -385,7 +385,7 @@ def _task_row(
         ranges(task.gpu_ids, ","),
         paint.status(task.status),
         exit_shown,
-        duration(elapsed_s(task.started_at, task.ended_at, now)),
+        duration_hms(elapsed_s(task.started_at, task.ended_at, now)),
         *usage_cells(used, usage_header(usage)),
         *((spark(used.recent) if used is not None else "",) if trend else ()),
         _transfer_words(group, task) or plain(last_lines.get((group.name, task.name, task.attempt), "")).strip(),

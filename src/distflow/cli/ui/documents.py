@@ -41,6 +41,7 @@ _MOST_SAMPLES = 500
 """The maximum number of samples of an attempt. More samples are averaged."""
 
 Part = Callable[[Client, WorkflowRecord], dict[str, object]]
+"""A function that returns a document about a workflow."""
 
 
 def about(*, has_actions: bool) -> dict[str, object]:

@@ -144,7 +144,7 @@ def _write(path: Path, data: dict[str, object]) -> int:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise InputError(f"{path} cannot be written: {error.strerror or error}", hint="choose another file") from error
     return len(text.encode())
 
 

@@ -141,7 +141,7 @@ def make_app(
     logs = _Logs()
     parts = {name: _answer_of(part) for name, part in {**documents.STORED_PARTS, **documents.LIVE_PARTS}.items()}
     parts |= {"logs": logs.page, "search": logs.search, "metrics": logs.metrics}
-    one = "/api/workflows/{workflow}"
+    base = "/api/workflows/{workflow}"
     routes = [
         Route("/", lambda _: _file("index.html")),
         Route("/static/{name}", lambda request: _file(request.path_params["name"])),
@@ -150,18 +150,19 @@ def make_app(
         Route("/api/pools", lambda _: _respond(documents.pools)),
         Route("/api/pools/{pool}", _nodes),
         Route("/api/changes", lambda request: _stream(request.query_params.get("workflow"), logs.marker, is_stopping)),
-        *(Route(f"{one}/{name}", _about_workflow(part)) for name, part in parts.items()),
-        Route(f"{one}/file", _output_file),
+        *(Route(f"{base}/{name}", _about_workflow(part)) for name, part in parts.items()),
+        Route(f"{base}/file", _output_file),
     ]
     if has_actions:
         for name, action in (("cancel", _cancel), ("restart", _restart)):
-            routes.append(Route(f"{one}/{name}", _about_workflow(action), methods=["POST"]))
+            routes.append(Route(f"{base}/{name}", _about_workflow(action), methods=["POST"]))
     if has_metrics:
         routes.append(Route("/metrics", _metrics))
     return _Guard(Starlette(routes=routes), token)
 
 
 _Answer = Callable[[Client, WorkflowRecord, Request], dict[str, object]]
+"""A function that returns the document for a request about a workflow."""
 
 
 def _answer_of(part: documents.Part) -> _Answer:

@@ -205,7 +205,7 @@ def _write_csv(metrics: MetricSeries | None, samples: Sequence[ChosenSamples]) -
     if metrics is not None and samples:
         raise InputError(
             "one CSV table cannot contain both metrics and samples of resources",
-            hint="run the command once without, and once only with `--system` or `--key system/…`",
+            hint="run the command twice: with only metrics in `--key`, and with only `--system` or `--key system/…`",
         )
     if metrics is not None:
         rows.writerow(["task", "retry_id", "rank", "step", "time", *metrics.names])

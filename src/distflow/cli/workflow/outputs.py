@@ -131,8 +131,8 @@ def end_fetch(fetched: FetchedFiles) -> None:
         )
     if fetched.left_out:
         print_notice(
-            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links to directories outside"
-            " or to nothing"
+            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, broken links,"
+            " and links to directories outside of the task's directory"
         )
     for problem in fetched.problems:
         print_notice(f"warning: {problem}")
@@ -162,8 +162,8 @@ def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir
         print_notice(_no_files(record, workdir, filters))
     if left_out := sum(one.left_out for one in found):
         print_notice(
-            f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside"
-            " or to nothing"
+            f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, broken links,"
+            " and links to directories outside of the task's directory"
         )
 
 

@@ -24,7 +24,7 @@ from distflow.documents.problems import Problem
 from distflow.documents.quantities import bytes_text
 from distflow.documents.text import plain_lines
 from distflow.errors import DistflowError, InputError, NodeError, WorkflowEnded
-from distflow.lifecycle.states import WorkflowState, waits_for
+from distflow.lifecycle.states import WorkflowState, waiting_text
 from distflow.plan.render import plan_json, plan_text
 from distflow.shell import Secret
 from distflow.spec.names import check_label
@@ -60,8 +60,9 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
         if not equals and item in os.environ:
             value = os.environ[item]
         elif not equals or not name:
-            hint = "write NAME=VALUE, or only NAME if the environment of this command has the variable"
-            raise InputError(f"value {position} of --set-env is not of the form NAME=VALUE", hint=hint)
+            hint = "write NAME=VALUE, or export the variable and write only NAME"
+            message = f"value {position} of --set-env is neither NAME=VALUE nor a variable in the environment of this command"
+            raise InputError(message, hint=hint)
         secrets[name] = Secret(value)
     return Overrides(
         sets=tuple(_pair("--set", item) for item in sets),
@@ -108,7 +109,7 @@ def valid_text(file: str, checked: CheckedSpec) -> str:
     groups = len(checked.spec.groups)
     tasks = sum(len(group.tasks) for group in checked.spec.groups)
     lines = [f"{file}: valid: {groups} group{'s' * (groups != 1)}, {tasks} task{'s' * (tasks != 1)}"]
-    lines += [f"  {group.name} {waits_for(group.upstream)}" for group in checked.spec.groups if group.upstream]
+    lines += [f"  {group.name} {waiting_text(group.upstream)}" for group in checked.spec.groups if group.upstream]
     for name, picture in checked.pictures.items():
         lines += ["", f"  {name}", *("  " + line for line in picture.splitlines()), ""]
     return "\n".join(lines) + "\n"

@@ -139,7 +139,7 @@ def submit_workflow(
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         client.load_backends(configuration, with_hosts=hosts is not None)
 
-        # Imported after the supervisor process has started, because both take long.
+        # Imported while the supervisor process starts, because both take long.
         from distflow.cli.search_options import priorities
         from distflow.cli.workflow import submission
         from distflow.client.submission import SubmitRequest, plan, submit

@@ -94,7 +94,8 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
         return _write(begin, metrics, samples)
     except wandb.Error as error:
         raise InputError(
-            f"wandb cannot write the runs: {error}", hint="check `wandb login`, or set WANDB_MODE=offline"
+            f"wandb cannot write the runs: {error}",
+            hint="log in with `wandb login`, check the name of the project, or set WANDB_MODE=offline",
         ) from error
     except OSError as error:
         raise InputError(

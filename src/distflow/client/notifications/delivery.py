@@ -76,10 +76,7 @@ def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigge
         trigger: The event that the message pretends to report. Default: the first trigger of the entry.
 
     Returns:
-        The reason why the message was not sent, or an empty text if it was sent.
-
-    Raises:
-        StateError: if the credentials cannot be read.
+        The reason why the message was not sent, such as an unreadable credential, or an empty text if it was sent.
 
     """
     if problems := target_problems(client, [target]):

@@ -9,7 +9,7 @@ from distflow.client.client import Client, now
 from distflow.client.failures import diagnose_groups, remedy_of
 from distflow.documents.json_keys import name_keys
 from distflow.documents.notify import Trigger
-from distflow.documents.quantities import ZONED, duration, times
+from distflow.documents.quantities import ZONED, duration_hms, times
 from distflow.documents.text import few, plain, plain_lines
 from distflow.lifecycle.states import REASON_TEXT
 
@@ -141,7 +141,7 @@ def _summary(record: WorkflowRecord, trigger: Trigger, group: GroupRecord | None
         by = f" by {record.cancel.by}" if record.cancel else ""
         why = plain(record.cancel.message) if record.cancel else ""
         return f"{record.id} was canceled{by}" + (f": {why}" if why else "")
-    took = f" after {duration(record.ended_at - record.started_at)}" if record.ended_at and record.started_at else ""
+    took = f" after {duration_hms(record.ended_at - record.started_at)}" if record.ended_at and record.started_at else ""
     if trigger is Trigger.COMPLETED:
         return f"{record.id} completed{took}"
     why = cause.text if cause is not None else why or (REASON_TEXT[record.reason] if record.reason else "")

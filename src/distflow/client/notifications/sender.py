@@ -37,7 +37,10 @@ __all__ = ["main", "send_notices"]
 _PAUSES_S = (2.0, 10.0, 30.0, 120.0)
 """Seconds between the tries of one notification."""
 _LONGEST_TRY_S = 300.0
-"""The time after which a try is given up. Its thread may continue for days if a server sends its answer byte by byte."""
+"""The time after which a try is given up, and with it the notification: it is not sent again.
+
+The try's thread may continue for days if a server sends its answer byte by byte.
+"""
 _MOST_AT_ONCE = 8
 """The maximum number of tries at the same time, without those that were given up."""
 _MOST_DELIVERIES = 5
@@ -188,15 +191,15 @@ class _Sender:
         ended: list[tuple[_Delivery, NotifyError | None]] = []
         with suppress(queue.Empty):
             ended.append(self._outcomes.get(timeout=min([_POLL_S, *pauses_s])))
-        late = time.monotonic()
+        now = time.monotonic()
         text = f"gave up after {seconds_text(_LONGEST_TRY_S)}"
-        ended += [(one, NotifyError(text)) for one in self._deliveries.values() if (one.give_up_at or late) < late]
+        ended += [(one, NotifyError(text)) for one in self._deliveries.values() if (one.give_up_at or now) < now]
         for delivery, error in ended:
             destination = _destination(delivery.target)
             if self._deliveries.get(destination) is not delivery:
                 continue  # it was given up before
             if error is not None and error.may_retry and delivery.tries <= len(self._pauses_s):
-                delivery.next_at = late + self._pauses_s[delivery.tries - 1]
+                delivery.next_at = now + self._pauses_s[delivery.tries - 1]
                 delivery.give_up_at = None
                 continue
             del self._deliveries[destination]

@@ -71,7 +71,7 @@ def set_profile_notify(client: Client, values: Sequence[str]) -> tuple[NotifyTar
 def target_problems(
     client: Client, targets: Sequence[NotifyTarget], *, is_tolerant: bool = False, is_quick: bool = False
 ) -> list[Problem]:
-    """Return a problem for each entry that cannot work on this machine.
+    """Return a problem for each entry that cannot work on this machine, such as one whose credential cannot be read.
 
     Args:
         client: The client whose credentials the entries may use.
@@ -80,7 +80,7 @@ def target_problems(
         is_quick: Whether to skip the import of Apprise, which takes more than a second, if its sources contain the scheme.
 
     Raises:
-        StateError: if the credentials cannot be read.
+        StateError: if ``is_tolerant`` is set and the credentials cannot be read.
 
     """
     is_empty = is_tolerant and any(one.credential for one in targets) and not _credentials(client).all()

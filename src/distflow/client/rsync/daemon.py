@@ -98,7 +98,7 @@ class CopySchedule:
         self._changed_at = None
 
     def forget_copies(self) -> None:
-        """Make a copy due at once, because a new attempt has an empty directory."""
+        """Make a copy due at once, because a new attempt has a new directory, without the copied files."""
         self._copied_at = None
 
 
@@ -144,7 +144,7 @@ class Daemon:
     """Watches and copies the files of one ``Sync``, and writes its record and its log."""
 
     def __init__(self, directory: StateDirectory, syncs: Syncs, sync: Sync) -> None:
-        """Write the first record. The caller must hold the lock."""
+        """Write the first record. This process must hold the task's lock (``Syncs.take``)."""
         self._directory = directory
         self._syncs = syncs
         self._sync = sync

@@ -219,7 +219,7 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
     existing = [str(path) for path in targets if os.path.exists(path)]
     if existing and not force:
         verb = "exists" if len(existing) == 1 else "exist"
-        hint = "name a file in another directory, or add --force to replace what exists"
+        hint = "name a file in another directory, or add --force to replace existing files"
         raise InputError(f"{', '.join(existing)} {verb} already", hint=hint)
     for path, text in targets.items():
         write_file(path, text, force=force)

@@ -110,7 +110,7 @@ class _Script(Struct):
     is_exported: bool = False
     """Whether distflow wrote it."""
     shell_line: str = ""
-    """While the commands of a ``bash -c`` or of a script from a here-document are read: its line, such as ``line 7``.
+    """The line of a ``bash -c``, or of a call to a script from a here-document, while its commands are read: ``line 7``.
 
     Otherwise empty.
     """

@@ -8,7 +8,7 @@ from posixpath import normpath
 
 from msgspec import Struct
 
-from distflow.documents.problems import Mark, Problem, Severity
+from distflow.documents.problems import Problem, Severity
 from distflow.layout.checks.members import and_list
 from distflow.layout.claims.task_claims import TaskClaims
 from distflow.layout.ranks import WorldLayout
@@ -119,11 +119,11 @@ def _started_twice(item: TaskClaims, starter: str) -> list[Problem]:
 def _no_python(task: TaskSpec, starter: str) -> list[Problem]:
     words = (*task.command, *task.args)
     found = python_command([word.value for word in words])
-    if isinstance(found, PythonCommand):
+    if isinstance(found, PythonCommand) or not words:  # a command that cannot be read has its own problem
         return []
     message = f"{task.name}: `{starter}` needs a command that runs a Python script, but {found}"
     hint = "write `command: [python3, train.py, …]`, or a module: `[python3, -m, package.train]`"
-    return [Problem(where=words[0].mark if words else Mark(""), message=message, hint=hint)]
+    return [Problem(where=words[0].mark, message=message, hint=hint)]
 
 
 def _restarts(group: GroupSpec) -> list[Problem]:

@@ -36,7 +36,7 @@ from distflow.layout.ranks import TaskRanks, WorldLayout
 __all__ = ["is_shared", "torchrun_world"]
 
 _MAX_NAMED = 3
-"""The maximum number of node ranks that a message lists. It gives only the number of the others."""
+"""A message lists at most this many node ranks, and then the number of the remaining ones."""
 
 
 def is_shared(members: Sequence[WorldMember]) -> bool:

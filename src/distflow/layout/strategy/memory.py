@@ -2,9 +2,9 @@
 
 The estimate is the usual one, and its lines can be checked by hand. Parameters, gradients and optimizer states are counted in
 bytes per parameter. Activations of a layer take 34 s·b·h bytes for s·b tokens and h hidden units, or 2 s·b·h with
-recomputation (and 34 s·b·h for one layer); twice that in fp32 (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", with attention that does not store a matrix of scores). A tenth of each GPU's memory is reserved for CUDA,
-NCCL and fragmentation.
+recomputation (plus 34 s·b·h once, for the layer that is being recomputed); twice that in fp32 (Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", with attention that does not store a matrix of scores). A tenth of each
+GPU's memory is reserved for CUDA, NCCL and fragmentation.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Advice(Struct, frozen=True, kw_only=True):
 
 
 def guess_model(parameters: int, layers: int | None = None, hidden: int | None = None) -> Model:
-    """Return a model of this size. Missing values follow from parameters = 12·layers·hidden², and hidden = 128·layers.
+    """Return a model of this size. A missing value follows from parameters = 12·layers·hidden².
+
+    If both values are missing, hidden is 128·layers.
 
     >>> guess_model(7_000_000_000)
     Model(parameters=7000000000, layers=33, hidden=4224)

@@ -112,7 +112,10 @@ def _values(draft: StrategyDraft) -> dict[str, Any]:
 
 
 def _kind(draft: StrategyDraft, world: int) -> str:
-    """Return the kind of the block, or the one that its mesh or ``stages`` implies; else ``ddp``, or ``none`` for one rank."""
+    """Return the kind of the block, or the one that its mesh or ``stages`` implies; else ``ddp``, or ``none`` for one rank.
+
+    Report a mesh that implies another kind.
+    """
     active = {name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1}
     implied = "none"
     if active:
@@ -225,8 +228,24 @@ def _tasks(draft: StrategyDraft, strategy: Strategy, sizes: Sequence[int]) -> No
 
 # -- the strategy of a group ------------------------------------------------------------------------------------------
 
-_OWN_CONFIGURATION = ("accelerate", "deepspeed", "horovod", "jax", "tensorflow")
-"""Frameworks that distribute a model according to their own configuration or the program."""
+_OWN_CONFIGURATION = (
+    "it has its own configuration",
+    "configure it there, or use `framework: pytorch`, or call `world.parallelize` of `distflow.train`, which uses it",
+)
+_OWN_PROGRAM = (
+    "the program itself distributes the model",
+    "remove `strategy`; for a program that uses PyTorch, you can also write `framework: pytorch`",
+)
+_UNREAD_BY: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "accelerate": _OWN_CONFIGURATION,
+        "deepspeed": _OWN_CONFIGURATION,
+        "horovod": _OWN_PROGRAM,
+        "jax": _OWN_PROGRAM,
+        "tensorflow": _OWN_PROGRAM,
+    }
+)
+"""Frameworks that do not read ``strategy``, each with the reason and the hint of the warning."""
 
 
 def group_strategy(group: GroupSpec, world: WorldLayout | None) -> tuple[Strategy | None, tuple[Problem, ...]]:
@@ -265,8 +284,8 @@ def group_strategy(group: GroupSpec, world: WorldLayout | None) -> tuple[Strateg
 def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:
     """Return a warning for a ``strategy`` of a group whose framework does not read it."""
     block, framework = group.strategy, group.framework
-    if block is None or framework is None or framework.value not in _OWN_CONFIGURATION:
+    if block is None or framework is None or framework.value not in _UNREAD_BY:
         return ()
-    message = f"`framework: {framework.value}` does not use `strategy`: it has its own configuration"
-    hint = "configure it there, or use `framework: pytorch`, or call `world.parallelize` of `distflow.train`, which uses it"
+    reason, hint = _UNREAD_BY[framework.value]
+    message = f"`framework: {framework.value}` does not use `strategy`: {reason}"
     return (Problem(where=block.mark_at(block.path), severity=Severity.WARNING, message=message, hint=hint),)

@@ -1,7 +1,7 @@
 """Streams of attempts' output to the supervisor, with flow control: a slow reader of one log delays no other stream.
 
-A stream reads the files of a log or its index (``log_files``): the head, then each segment that still exists. A third kind of
-stream reads the file of samples.
+There are three kinds of streams. The first two read the files of a log or of its index (``log_files``): the head, then each
+segment that still exists. The third reads the file of samples.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class _LogStream:
             self.segment, self.offset = following, 0
 
     def size(self) -> int:
-        """Return the length of the whole output, or of the index or samples file that was read last."""
+        """Return the length of the whole output, or of the index or samples file that was read last.
+
+        The last file counts as empty if it does not exist or cannot be read.
+        """
         length = os.fstat(self.fd).st_size if self.fd is not None else 0
         return length + (self.segment.start if self.segment.kind == "log" else 0)
 
@@ -123,7 +126,7 @@ class LogStreams:
             self.pump()
 
     def on_output(self, attempt: str, has_ended: bool) -> None:
-        """Send new output of an attempt, if there is any. After the attempt has ended, its files no longer grow."""
+        """Send new output of an attempt, if there is any. With ``has_ended``, its streams end after the remaining output."""
         for log in self._streams.values():
             if log.attempt == attempt:
                 log.has_ended = log.has_ended or has_ended

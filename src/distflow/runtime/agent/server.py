@@ -1,4 +1,4 @@
-"""The agent: carries out the requests of one connection on a node (docs/agent-protocol.md), and exits when that ends.
+"""The agent: carries out the requests of one connection on a node (docs/agent-protocol.md), and exits when the connection ends.
 
 It has no state that must outlive it. The state of attempts is in their files and in their pairs (a runner and a keeper each).
 """
@@ -226,7 +226,7 @@ class _Agent:
         directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
-            raise OpError("conflict", "attempt {} has already ended on this node; submit the workflow again".format(attempt))
+            raise OpError("conflict", "this attempt has already ended on this node; submit the workflow again")
         if phase != "absent":
             self._watches.get(attempt)
             state = records.read_state(directory) or {}
@@ -314,7 +314,7 @@ class _Agent:
         watch = self._watches.get(request["attempt"])
         grace_s, why = float(request.get("grace_s") or 0), str(request.get("why") or "")
         if watch.link is None and self._watches.status(watch)["phase"] == "absent":
-            unknown = _unknown(watch)
+            unknown = _unknown()
             self._loop.job(lambda: orphans.settle(self._root, watch.attempt), lambda _result: answer.refuse(unknown))
             return
 
@@ -408,7 +408,7 @@ class _Agent:
     def _known_watch(self, request: Json) -> Watch:
         watch = self._watches.get(request["attempt"])
         if self._watches.status(watch)["phase"] == "absent":
-            raise _unknown(watch)
+            raise _unknown()
         return self._watches.get(watch.attempt)  # connects to a pair that has come up in between
 
     def _is_starting(self, watch: Watch) -> bool:
@@ -416,14 +416,15 @@ class _Agent:
         return self._watches.status(watch)["phase"] == "absent" and attempts.is_reachable(watch.directory)
 
     def _ask(self, watch: Watch, request: Json, on_answer: Callable[[Optional[Json], Optional[OpError]], None]) -> None:
+        """Send a request to the pair. ``on_answer`` gets the result or the error; neither without a connection to the pair."""
         if watch.link is None:
             on_answer(None, None)
         else:
             watch.link.ask(request, on_answer)
 
 
-def _unknown(watch: Watch) -> OpError:
-    return OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
+def _unknown() -> OpError:
+    return OpError("not_found", "this attempt is not on this node")
 
 
 def _activated(root: str, launch: Json) -> Json:

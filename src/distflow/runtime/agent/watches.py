@@ -209,7 +209,7 @@ class Watches:
 
     def _end_orphans(self, watch: Watch) -> None:
         keepers = {one.keeper for one in self._watches.values() if one.keeper is not None and one is not watch}
-        if not orphans.end_adopted(keepers | self._loop.children):
+        if not orphans.kill_adopted_orphans(keepers | self._loop.children):
             self._loop.later(0.005, lambda: self._end_orphans(watch))
             return
 

@@ -99,7 +99,7 @@ def _used_venvs(root: str) -> Optional[Set[str]]:
 def _refuse_used(root: str, key: str) -> None:
     used = _used_venvs(root)
     if used is None or key in used:
-        raise OpError("conflict", "the Python environment is in use, or a task that is about to start may use it")
+        raise OpError("conflict", "it is in use, or a task that is about to start may use it")
 
 
 def remove_venv(root: str, key: str) -> Json:
@@ -111,7 +111,7 @@ def remove_venv(root: str, key: str) -> Json:
     complete = os.path.join(directory, venvs.COMPLETE)
     try:
         if lock is None:
-            raise OpError("conflict", "the Python environment is in use: another process builds or removes it")
+            raise OpError("conflict", "another process is building or removing it: run `distflow node clean` again later")
         _refuse_used(root, key)
         size = _measure(directory)[0]
         with contextlib.suppress(FileNotFoundError):
@@ -131,7 +131,7 @@ def remove_venv(root: str, key: str) -> Json:
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
-    """Remove a workflow; with ``keep_output``, keep output, logs and records. Raises ``conflict`` while an attempt is alive."""
+    """Remove a workflow; with ``keep_output``, keep logs and ``_KEPT``. Raises ``conflict`` while an attempt is alive."""
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "the workflow is still running: {}".format(", ".join(alive)))
@@ -169,7 +169,7 @@ def _hide(root: str, workflow: str) -> Dict[str, str]:
 
 
 def _remove_all_but_output(directory: str) -> None:
-    """Remove the files of an attempt except its output, its log and its records."""
+    """Remove the files of an attempt except its log, its samples and ``_KEPT``."""
     for entry in list(os.scandir(directory)):
         if entry.name in _KEPT or log_files.is_output(entry.name):
             continue

@@ -14,7 +14,7 @@ from distflow.runtime.guard import process_tree
 from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json
 
-__all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
+__all__ = ["is_guarded", "is_pair_alive", "kill_adopted_orphans", "may_live", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
@@ -25,15 +25,15 @@ def is_pair_alive(state: Json) -> bool:
     return any(processes.is_alive(int(one.get("pid", 0)), int(one.get("start", 0))) for one in pair)
 
 
-def is_watched(directory: str) -> bool:
-    """Return whether runner or keeper is alive, as they are for a moment after the end was recorded."""
+def is_guarded(directory: str) -> bool:
+    """Return whether the attempt's runner or keeper is alive. Both may live for a moment after they recorded the end."""
     state = records.read_state(directory)
     return (state is not None and is_pair_alive(state)) or attempts.is_reachable(directory)
 
 
 def may_live(directory: str) -> bool:
-    """Return whether the attempt has a pair on this machine or may have one on another machine that shares the root."""
-    if is_watched(directory):
+    """Return whether a runner or keeper of the attempt is alive here, or may be on another machine that shares the root."""
+    if is_guarded(directory):
         return True
     state = records.read_state(directory)
     return state is not None and state.get("host") not in (None, os.uname().nodename) and records.read_end(directory) is None
@@ -74,7 +74,7 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
         process_tree.remove_cgroup(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         attempt_files.remove_secrets(directory)
-        if attempt_files.has_secrets(directory):
+        if attempt_files.uses_secrets(directory):
             # Without the processes that had the secrets, the error file cannot be masked, so it is removed.
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, "error.json"))
@@ -123,7 +123,7 @@ def _kill_remaining(attempt: str, state: Json) -> str:
     return killer.message
 
 
-def end_adopted(spare: AbstractSet[int]) -> bool:
+def kill_adopted_orphans(spare: AbstractSet[int]) -> bool:
     """Try once to kill the orphans that this agent adopted from pairs that it forked. Returns True if there were none.
 
     The orphans are all descendants of the agent except for ``spare`` and their descendants.

@@ -137,7 +137,7 @@ class _Leftovers:
                 if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
                     continue
                 # In this order, because runner and keeper exit only after the end was recorded.
-                if not orphans.is_watched(directory) and records.read_end(directory) is None:
+                if not orphans.is_guarded(directory) and records.read_end(directory) is None:
                     found.append(name)
         return found
 
@@ -185,7 +185,7 @@ class _Leftovers:
         directory = processes.variable_of(process.pid, "DISTFLOW_ATTEMPT_DIR") or expected
         if not directory.endswith("/" + name):
             directory = expected
-        if orphans.is_watched(directory):
+        if orphans.is_guarded(directory):
             return None
         root = directory[: -len(name) - 1]
         if os.path.realpath(root) not in root_directory.roots(self._root):
@@ -203,7 +203,7 @@ class _Leftovers:
             if process.start < start or (leader is not None and leader.start != start):
                 continue  # the command's id was reused, and so was the id of its session
             directory = attempts.directory_of(self._root, name)
-            if not os.path.isdir(directory) or orphans.is_watched(directory):
+            if not os.path.isdir(directory) or orphans.is_guarded(directory):
                 continue
             end = records.read_end(directory)
             # The session's id may be reused after the recorded end, so a later process may not belong to the attempt.
@@ -217,7 +217,7 @@ class _Leftovers:
         if name is None:
             return None
         directory = attempts.directory_of(self._root, name)
-        if not os.path.isdir(directory) or orphans.is_watched(directory):
+        if not os.path.isdir(directory) or orphans.is_guarded(directory):
             return None
         return _Leftover(name, _why(directory), _owner(process.pid) == os.getuid())
 
@@ -230,11 +230,11 @@ class _Leftovers:
                     expected = attempts.directory_of(self._root, container["attempt"])
                 except OpError:
                     continue
-                if orphans.is_watched(expected):
+                if orphans.is_guarded(expected):
                     continue
                 is_ours = os.path.realpath(container["cwd"]) == os.path.join(expected, "work")
                 directory = os.path.dirname(container["cwd"])
-                if not is_ours and orphans.is_watched(directory):
+                if not is_ours and orphans.is_guarded(directory):
                     continue
                 why = _why(expected) if is_ours else "its attempt is in another root: {}".format(directory)
                 shown = {

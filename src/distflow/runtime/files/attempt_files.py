@@ -29,12 +29,12 @@ __all__ = [
     "MEMO",
     "SECRETS_ON_DISK",
     "checked",
-    "has_secrets",
     "is_quick",
     "memory_folder",
     "place",
     "place_secrets",
     "remove_secrets",
+    "uses_secrets",
     "write_memo",
 ]
 
@@ -141,8 +141,8 @@ def _rewrite(path: str, text: str) -> None:
     os.rename(path + ".new", path)
 
 
-def has_secrets(directory: str) -> bool:
-    """Return whether the attempt in ``directory`` has secrets: False without ``launch.json``, True if it is unreadable."""
+def uses_secrets(directory: str) -> bool:
+    """Return whether the attempt's launch names secrets: False without ``launch.json``, True if it cannot be read."""
     try:
         with open(os.path.join(directory, LAUNCH), "rb") as file:
             launch = decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE)
@@ -169,7 +169,7 @@ def _place(root: str, directory: str, file: Json) -> None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             _write(source, path, _mode_of(file))
             if file.get("blob") is not None and not is_complete(path_of(root, file["blob"])):
-                raise _not_staged(file)  # the task that owns the linked blob wrote to it during the copy
+                raise _not_staged(file)  # the task that has a hard link to the blob changed it during the copy
     except OSError as error:
         raise OpError.from_os(error, "cannot place the file `{}`".format(relative)) from error
 

@@ -142,7 +142,7 @@ def _has_files(directory: str) -> Optional[bool]:
 
 
 def is_reachable(directory: str) -> bool:
-    """Return whether a process of the attempt's pair has the socket ``control`` open. It may not answer."""
+    """Return whether the attempt's runner or keeper has the socket ``control`` open. It may not answer."""
     try:
         control.connect(directory).close()
     except BlockingIOError:
@@ -234,29 +234,33 @@ def _make_task(directory: str) -> int:
 
 
 def create(root: str, request: Json, umask: int) -> int:
-    """Create the attempt of a ``lease`` request and fork its pair. Returns the runner's id. On errors, removes the attempt."""
+    """Create the attempt of a ``lease`` request, and fork its runner and keeper. Returns the runner's id.
+
+    On an error, the new directory is removed.
+    """
     attempt = request["attempt"]
     directory = directory_of(root, attempt)
-    task = _make_task(directory)
     try:
-        if os.path.isdir(directory):
-            if is_reachable(directory):
-                raise TaskIsLocked("another connection has just leased this attempt")
-            remove(directory)  # an agent was killed before the pair started
-        return _create(directory, attempt, request, umask)
+        task = _make_task(directory)
+        try:
+            if os.path.isdir(directory):
+                if is_reachable(directory):
+                    raise TaskIsLocked("another connection has just leased this attempt")
+                remove(directory)  # an agent was killed before the pair started
+            return _create(directory, attempt, request, umask)
+        finally:
+            os.close(task)
     except OSError as error:
-        failed = OpError.from_os(error, "cannot create `{}`".format(directory))
+        failed = OpError.from_os(error, "cannot create the attempt in `{}`".format(directory))
         hints = {
             "no_space": "; free disk space there, or set another `root` for the node",
             "permission": "; set another `root` for the node",
         }
         raise OpError(failed.kind, failed.message + hints.get(failed.kind, "")) from error
-    finally:
-        os.close(task)
 
 
 def _holder_of(attempt: str, request: Json) -> Json:
-    """Return the description of the attempt for lock files and tickets. The request's ``label`` is its name for people."""
+    """Return the attempt's description for lock files and tickets. ``label`` is the attempt's name for people."""
     label = str(request.get("label") or "")[:200]
     workflow = attempt.split("/", 1)[0]
     return {

@@ -33,7 +33,7 @@ SAMPLES = "output.samples"
 KEPT = 5
 """Number of segments of the tail that are kept."""
 _DIGITS = 18
-"""Maximum number of digits in a name."""
+"""Maximum number of digits of each number in a name."""
 
 
 class LogSegment(NamedTuple):

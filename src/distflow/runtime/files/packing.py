@@ -80,8 +80,8 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     there is no file to pack, ``files`` is 0, ``hash`` and ``left_out`` are empty, and there is no blob. ``left_out`` also names
     files that change meanwhile, and links to something outside of the parent directory that is not a file.
 
-    Raises ``not_found`` if the attempt's directory is gone, and ``busy`` if all files of the directory keep changing, or if
-    different files change in each pass.
+    Raises ``not_found`` if the attempt's directory is gone, ``busy`` if all files of the directory keep changing or
+    different files change in each pass, and another ``OpError`` for a file that cannot be read.
     """
     directory = attempts.directory_of(root, attempt)
     path = path_inside(directory, place)
@@ -122,10 +122,10 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
 
 
 def output_of(directory: str) -> str:
-    """Return the path of the output in an attempt's directory. Raises ``not_found`` if it is gone."""
+    """Return the path of the output in an attempt's directory. Raises ``not_found`` if it is gone or is now a link."""
     output = os.path.join(directory, "output")
     if not os.path.isdir(output) or os.path.islink(output):
-        raise OpError("not_found", "`{}` no longer exists".format(output))
+        raise OpError("not_found", "`{}` no longer exists, or the task replaced it".format(output))
     return output
 
 
@@ -157,7 +157,7 @@ def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
 
 
 def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
-    """Return the entries of one directory of ``top``, and the directory itself; nothing if it is missing or being removed."""
+    """Return the directory ``base`` of ``top`` and everything below it; nothing if there is no such directory."""
     try:
         info = os.lstat(os.path.join(top, base))
     except FileNotFoundError:

@@ -89,7 +89,8 @@ def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> st
 
 
 def check_mounts(sources: Iterable[str]) -> None:
-    """Check that the source paths of ``volumeMounts`` exist on this node. Raises ``no_mount``."""
+    """Check that the source paths of ``volumeMounts`` exist on this node and are accessible. Raises ``no_mount``."""
     for source in sources:
         if not os.path.exists(source):
-            raise OpError("no_mount", "`volumeMounts`: `{}` does not exist on this node".format(source))
+            text = "`volumeMounts`: `{}` does not exist on this node, or this user cannot access it"
+            raise OpError("no_mount", text.format(source))

@@ -211,7 +211,8 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
         except OSError as error:
             if error.errno == errno.ENOEXEC:
                 cause = "it is not a program for this machine and has no `#!` line"
-                return 126, "`{}`: {}; start it with its interpreter, such as `bash {}`".format(candidate, cause, name)
+                hint = "if it is a script, start it with its interpreter, such as `bash {}`".format(name)
+                return 126, "`{}`: {}; {}".format(candidate, cause, hint)
             return 126, "`{}`: {}".format(candidate, error.strerror)
     if refused is not None:
         return 126, _why_refused(refused)

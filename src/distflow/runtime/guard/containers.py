@@ -247,9 +247,9 @@ def _program(container: Json, env: Dict[str, str]) -> str:
         if program is not None:
             return program
     text = (
-        "none of {} is installed on this node; install one"
+        "none of {} is in PATH on this node; install one, or link it into a directory of PATH"
         if wanted == "auto"
-        else "{} is not installed on this node; install it"
+        else "{} is not in PATH on this node; install it, or link it into a directory of PATH"
     )
     hint = ", or set `container: none` for the node, so that tasks run without their image"
     raise OpError("no_container", text.format(", ".join(_KNOWN) if wanted == "auto" else wanted) + hint)
@@ -435,11 +435,11 @@ def _docker_settings(folder: str) -> Dict[str, Any]:
         return {}
 
 
-def _remove_old_logins(home: str) -> None:
+def _remove_old_logins(memory_folder: str) -> None:
     """Remove folders that killed pulls left."""
     import shutil
 
-    for name in os.listdir(home):
+    for name in os.listdir(memory_folder):
         pid = name[len(_LOGIN_PREFIX) :].partition("-")[0]
         if name.startswith(_LOGIN_PREFIX) and pid.isdigit() and processes.read_process(int(pid)) is None:
-            shutil.rmtree(os.path.join(home, name), ignore_errors=True)
+            shutil.rmtree(os.path.join(memory_folder, name), ignore_errors=True)

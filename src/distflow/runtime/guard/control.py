@@ -1,4 +1,4 @@
-"""Connect agents with a pair (runner and keeper): by inherited descriptors at the fork, later by the socket ``control``.
+"""Communication of agents with a pair (runner and keeper): descriptors inherited at the fork, and the socket ``control``.
 
 A socket has advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only the
 first reader (there may be two agents while an old connection ends). It refuses connections only if runner and keeper are gone.
@@ -175,7 +175,7 @@ class AttemptHandles(NamedTuple):
         return single | set(self.locks) | set(self.port_sockets) | ({self.link} if self.link >= 0 else set())
 
     def sign_locks(self, pid: int) -> None:
-        """Write the description of the holder, with this process id, into the lock files."""
+        """Write the description of the holder, with the process id ``pid``, into the lock files."""
         for fd in self.locks:
             lease_files.write_holder(fd, dict(lease_files.read_holder(fd) or {}, **dict(self.holder, pid=pid)))
 

@@ -1,4 +1,4 @@
-"""The keeper: the inner process of the pair, and the parent of the command.
+"""The keeper: the child of the runner, and the parent of the command.
 
 One loop handles requests on the ``control`` socket, the command's output, signals and deadlines. If the command was started,
 the keeper exits after the command has ended, no process of the attempt that this user can kill remains, and the record is
@@ -138,7 +138,7 @@ class _Keeper:
         return None if until == _NEVER else min(max(0.0, until - time.monotonic()), _MAX_PAUSE_S)
 
     def _self_stop_at(self) -> float:
-        """When the task is stopped because no agent was connected for ``self_stop_after_s``, on the monotonic clock."""
+        """Return the monotonic time at which the task is stopped if no agent connects before; infinite without a limit."""
         limit = (self._launch or {}).get("self_stop_after_s")
         return _NEVER if limit is None or self._command is None else self._attended_at + float(limit)
 
@@ -161,7 +161,7 @@ class _Keeper:
         return self._advance_command(self._command)
 
     def _handle_late_start(self) -> None:
-        """Release the lease if no agent is connected. While an agent is connected, it may still be copying files."""
+        """End the attempt if no agent is connected. Otherwise extend the deadline: the agent may still be copying files."""
         if self._agents.is_any_connected and self._reason is None:
             self._deadline = time.monotonic() + self._handles.start_timeout_s
         else:
@@ -256,7 +256,8 @@ class _Keeper:
         fields["all_ended"] = not self._killer.message
         self._await_empty_gpus(fields)
         if self._reason is EndReason.RUNNER_DIED:
-            fields["message"] = fields["message"] or "the task's runner was killed (by hand?)"
+            cause = "the task's runner was killed, or failed (see `pair.log` in the attempt's directory on the node)"
+            fields["message"] = fields["message"] or cause
         end = records.make_end(self._state, self._reason or EndReason.EXITED, **fields)
         # Release the lease before the end is reported, because the next task may request the GPUs immediately. Otherwise the
         # runner, which exits last, would still hold it.
@@ -280,7 +281,7 @@ class _Keeper:
                 fields["message"] = "; ".join(filter(None, [fields["message"], "processes left on its GPUs: " + left]))
 
     def _kernel_entries(self, fields: Json) -> Optional[Json]:
-        """Return entries of the kernel's log for a command that failed by itself; None for other ends."""
+        """Return entries of the kernel's log for a command that failed by itself; None for other ends or without entries."""
         code, number = fields.get("exit_code"), fields.get("signal")
         if self._reason is not None or self._command is None or code == 0:
             return None

@@ -173,7 +173,7 @@ def named_pids(directory: str, error: Any) -> Set[int]:
 
 
 def _is_about(text: str, pid: int) -> bool:
-    """Return whether a line may be about the kill of this process. Of the lines before a kill, only ``oom-kill:`` names one."""
+    """Return whether a line before a kill may be about this process. Of these lines, only ``oom-kill:`` names a process."""
     victim = _OOM_VICTIM.search(text)
     return victim is None or int(victim.group(1)) == pid
 

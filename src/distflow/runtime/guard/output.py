@@ -25,9 +25,9 @@ __all__ = ["RANKS", "RANK_PYTHON", "READ", "OutputPipe", "OutputWriter", "open_r
 
 READ = 65536
 _STAMP = struct.Struct("<dQ")
-_SOURCE_BITS = 48
+_OFFSET_BITS = 48
 """The lower 48 bits of a stamp's integer hold the offset in the log, the upper 16 the source: a rank plus 1, or else 0."""
-_MOST_RANK = (1 << (64 - _SOURCE_BITS)) - 2
+_MOST_RANK = (1 << (64 - _OFFSET_BITS)) - 2
 _DRAIN = 4 * 1024 * 1024
 _HELD_S = 0.5
 """How long output is held back if it may be the beginning of a secret."""
@@ -181,7 +181,7 @@ class _Log:
         self._index = index
         self.lost = lost
         self.max_log: Optional[int] = None
-        self._is_full = False
+        self._is_disk_full = False
         self._segment = LogSegment(0, 0, "log")
         self._lines: Optional[int] = None
         """Line feeds so far; None if they have not been counted yet."""
@@ -214,16 +214,16 @@ class _Log:
         return (data.rfind(b"\n", 0, max(0, room)) + 1) or (max(0, room) if not used else 0)
 
     def _append(self, data: bytes, number: int) -> None:
-        stamp = _STAMP.pack(now(), number << _SOURCE_BITS | self.size)
-        # The index is written first, so that readers of both growing files find the index of each text. After a full disk, the
-        # text is written first, because only that shows whether there is space again.
-        was_full = self._is_full
-        if not was_full:
+        stamp = _STAMP.pack(now(), number << _OFFSET_BITS | self.size)
+        # The stamp is written first, so that a reader of both growing files finds the stamp of each piece of output. After a
+        # full disk, the output is written first, because only that shows whether there is space again.
+        was_disk_full = self._is_disk_full
+        if not was_disk_full:
             self._write(self._index, stamp)
         written = self._write(self._text, data)
-        if was_full and written:
+        if was_disk_full and written:
             self._write(self._index, stamp)
-        self._is_full = written < len(data)
+        self._is_disk_full = written < len(data)
         self.lost += len(data) - written
         self.size += written
         if self._lines is not None:
@@ -286,6 +286,8 @@ RANK_PYTHON = "rank-python"
 _PIPE_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _SCRIPT = r"""#!/bin/sh
 # torchrun starts this script in place of Python. It redirects the rank's output to the rank's pipe, and execs Python.
+# The interpreter is that of torchrun (the parent process): the one in its command line, which keeps a virtual environment, or
+# else its executable. If neither is a Python, the script uses python3.
 python=$(tr '\0' '\n' < "/proc/$PPID/cmdline" | head -n 1)
 case ${python##*/} in
     python*|pypy*) ;;

@@ -86,8 +86,11 @@ class TreeKiller:
         if not self._untouchable_since or time.monotonic() - self._untouchable_since < _UNTOUCHABLE_S:
             return False
         ids = ", ".join(str(pid) for pid in sorted(self._untouchable))
-        text = "process {} of another user remains" if len(self._untouchable) == 1 else "processes of other users remain ({})"
-        self.message = text.format(ids) + ", which this user cannot kill"
+        self.message = (
+            "process {} of another user remains; only root or that user can kill it"
+            if len(self._untouchable) == 1
+            else "processes of other users remain ({}); only root or these users can kill them"
+        ).format(ids)
         return True
 
     def find(self) -> List[Process]:

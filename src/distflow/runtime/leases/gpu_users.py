@@ -137,7 +137,7 @@ def address_of(text: str) -> Optional[str]:
 
 
 def addresses_of_others(addresses: Dict[str, str], gpu_ids: Collection[int]) -> FrozenSet[str]:
-    """Return the PCI addresses of the node's other GPUs. ``addresses`` maps the indexes of GPUs to their known addresses."""
+    """Return the PCI addresses of all GPUs except ``gpu_ids``. ``addresses`` maps indexes of GPUs to their known addresses."""
     return frozenset(address for gpu, address in addresses.items() if int(gpu) not in gpu_ids)
 
 

@@ -155,7 +155,7 @@ def _names(hostname: str) -> Json:
 
 
 def _owners(apps: str) -> Dict[str, Json]:
-    """Return the owners of the processes in the second column of ``nvidia-smi``, as far as the kernel knows them."""
+    """Return user and attempt of each visible process in the output of ``nvidia-smi`` (``_APP_FIELDS``), by process id."""
     owners: Dict[str, Json] = {}
     for line in apps.split("\n"):
         pid = (line.split(",") + [""])[1].strip()

@@ -253,7 +253,7 @@ def _request_dump(pid: int, path: str) -> Optional[int]:
 def _signal_handle(pid: int) -> Tuple[Callable[[], None], Callable[[], None]]:
     """Return two functions: one sends SIGUSR1 to the process, the other closes the handle.
 
-    Where the kernel supports it, the signal never reaches a later process with the same id.
+    Where the kernel and Python (3.9 or newer) support it, the signal never reaches a later process with the same id.
     """
     opener: Any = getattr(os, "pidfd_open", None)
     sender: Any = getattr(signal, "pidfd_send_signal", None)

@@ -6,13 +6,14 @@ Both sides use ``FrameReader`` and the constants.
 Its arguments are a nonce and the seconds between pings. It first prints the line ``<nonce> ready``, because login scripts may
 print other lines before. Then both sides send frames: ``HEADER`` (kind, number of the channel, length), then the content.
 
-* The submitter sends ``OPEN`` (arguments, separated by NUL) or ``DIAL`` (a port, ``>H``) with a new number. Then it may send
-  ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close input, output) or ``KILL`` (kill the process group).
+* The submitter sends ``OPEN`` (arguments, separated by NUL) to start a command, or ``DIAL`` (a port, ``>H``) to connect to
+  127.0.0.1, each with a new number. Then it may send ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close
+  input, output) or ``KILL`` (kill the process group).
 * The hub answers ``DIAL`` with ``CONNECTED`` or ``REFUSED`` (text). It sends ``OUTPUT`` and ``ERRORS`` (empty at their ends),
   ``EXIT`` (``>B``), ``CREDIT``, and ``INPUT_CLOSED`` if the command accepts no more input.
 
 A command is over when both outputs and the command itself have ended; after ``CLOSE`` or ``KILL``, when the command itself
-has ended. Frames for channels that are over are ignored.
+has ended. A connection is over when both of its directions are closed. Frames for channels that are over are ignored.
 
 Each side may send ``WINDOW`` bytes of input or output to a channel, and more after ``CREDIT`` has reported bytes as processed.
 So a channel whose data is not read does not block other channels. Standard error needs no credit, because the submitter always
@@ -183,7 +184,8 @@ class _Hub:
             elif fd == self._wakeup:
                 self._reap()
             else:
-                # The number may belong to a newer channel by now. That is harmless, because all descriptors are non-blocking.
+                # An earlier event may have closed this descriptor, and a newer channel may have reused its number. That is
+                # harmless, because all descriptors are non-blocking.
                 self._serve_fd(fd)
         if time.monotonic() - self._received_at > _SILENCE_S:
             raise _Gone
@@ -277,7 +279,7 @@ class _Hub:
             for pipe in pipes:
                 os.close(pipe[0])
                 os.close(pipe[1])
-            text = "no command can be started: {}\n".format(error.strerror).encode()
+            text = "cannot start the command: {}\n".format(error.strerror).encode()
             for kind, data in ((ERRORS, text), (ERRORS, b""), (OUTPUT, b""), (EXIT, b"\x7e")):
                 self._send(kind, channel.number, data)
             return

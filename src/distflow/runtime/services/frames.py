@@ -1,4 +1,4 @@
-"""The transfer format of blobs, and the connection of a service on a node to the submitter, the program that started it.
+"""The transfer format of blobs, and the connection of a service on a node to the submitter, which started the service.
 
 A blob is sent in frames of at most 1 MiB. A frame is compressed if that is likely to save more than 10%. The receiver writes
 the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``,

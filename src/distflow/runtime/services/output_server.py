@@ -83,7 +83,7 @@ def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
         raise OpError("bad_request", "{!r} is not `output` or `work`".format(request["place"]))
     work = os.path.join(directory, "work")
     if not os.path.isdir(work) or os.path.islink(work):
-        raise OpError("not_found", "`{}` no longer exists".format(work))
+        raise OpError("not_found", "`{}` no longer exists, or the task replaced it".format(work))
     try:
         # This file was written after the task's files and before its command, and its time has the same clock as theirs.
         return work, os.stat(os.path.join(directory, attempt_files.LAUNCH)).st_mtime

@@ -1,6 +1,7 @@
 """The relay: it runs on an allocated node, and connects its standard streams to a command or a port there.
 
-The engine starts a Python interpreter on the node with the text of this file as an argument (``backends/allocated/relay.py``).
+The cluster's engine, such as Slurm, starts a Python interpreter on the node with the text of this file as an argument
+(``backends/allocated/relay.py``).
 
 ``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes and does not pass on its own
 descriptors. So it ends as soon as the command has ended, even if background processes still have the command's pipes open. The
@@ -53,10 +54,13 @@ def _prefix(job: str, host: str) -> str:
 
 
 def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> int:
-    """Let the resident program whose socket name has ``prefix`` run a command. Returns 0 after printing its exit code, or 1."""
+    """Let the resident program whose socket name has ``prefix`` run a command.
+
+    Returns 0 after printing the command's exit code, or 1 if there is no resident program or it ends first.
+    """
     resident = _resident(prefix)
     if resident is None:
-        _write(2, b"distflow's resident program does not run on this node\n")
+        _write(2, b"distflow's resident program is not running on this node\n")
         return 1
     (stdin, into), (out, stdout), (errors, stderr) = os.pipe(), os.pipe(), os.pipe()
     request = json.dumps({"argv": [os.fsencode(word).decode("latin-1") for word in argv], "limit_s": limit_s}).encode("ascii")

@@ -378,7 +378,10 @@ def batch(idle_release_s: float, components: int, source: str, python: List[str]
 
 
 def pod(job: str, host: str, idle_release_s: float) -> int:
-    """Run the resident program in a container until it is idle for ``idle_release_s`` or ended. Returns the exit code."""
+    """Run the resident program in a container. Returns the exit code.
+
+    It ends after ``idle_release_s`` without a process or a connection, on SIGTERM, or when a relay ends the allocation.
+    """
     reports, out = os.pipe()
     child = os.fork()
     if child == 0:

@@ -44,7 +44,7 @@ _EXTRA = "extra.pt"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. After ``init``, all ranks raise it; the message names failed ranks."""
+    """A checkpoint could not be written or read. After ``train.init``, all ranks raise it; the message names failed ranks."""
 
 
 class Stateful(Protocol):

@@ -51,9 +51,9 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
     if how == "fp16":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
     elif how == "bf16":
-        # DDP refuses torch's own hook if torch has neither NCCL nor XCCL.
-        own = dist.get_backend(group) not in ("nccl", "xccl")
-        model.register_comm_hook(group, _in_bfloat16 if own else default_hooks.bf16_compress_hook)
+        # DDP accepts torch's hook only in builds with NCCL or XCCL. `_in_bfloat16` works in every build.
+        needs_substitute = dist.get_backend(group) not in ("nccl", "xccl")
+        model.register_comm_hook(group, _in_bfloat16 if needs_substitute else default_hooks.bf16_compress_hook)
     elif how == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=max(start_iteration, 2))
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

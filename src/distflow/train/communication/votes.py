@@ -39,8 +39,8 @@ def check_votes_allowed() -> None:
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
     """Return the group for small tensors of all ranks, and the device for these tensors.
 
-    The default is the control group, or torch's own if the program has not called ``init``. Raises ``RuntimeError`` inside
-    ``without_votes``.
+    The default is the control group, or torch's default group if the program has not called ``init``. Raises
+    ``RuntimeError`` inside ``without_votes``.
     """
     check_votes_allowed()
     group = group or control_group()

@@ -89,8 +89,9 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
         raise LayoutError(f"--offset (DISTFLOW_RANK_OFFSET) is {first}: ranks are counted from 0; give 0 or more")
     if first + count > world:
         raise LayoutError(
-            f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "
-            f"{world}; give --world_size {first + count} or more, or a smaller --{'size' if first < world else 'offset'}"
+            f"ranks {first} to {first + count - 1} do not fit a world of {world}; give --world_size (DISTFLOW_WORLD_SIZE) "
+            f"{first + count} or more, or a smaller "
+            f"{'--size (DISTFLOW_RANK_SIZE)' if first < world else '--offset (DISTFLOW_RANK_OFFSET)'}"
         )
     for flag, seconds in (("--stop-grace", share.stop_grace_s), ("--failure-grace", share.failure_grace_s)):
         if not seconds >= 0:
@@ -109,7 +110,7 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
         raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
     if count < world and not port:
         raise LayoutError(
-            "--master-port is missing: give the same port on all machines, which must be free on the master, or set MASTER_PORT"
+            "--master-port is missing: give a port that is free on the master, the same on all machines, or set MASTER_PORT"
         )
     return share
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from distflow.train.communication.gradients import uses_local_sgd
 from distflow.train.communication.votes import channel, without_votes
-from distflow.train.strategies.description import configured_strategy, warn_of_conflict
+from distflow.train.strategies.description import current_strategy_or_none, warn_of_conflict
 
 __all__ = [
     "Arguments",
@@ -144,7 +144,7 @@ def own_share() -> tuple[int, int]:
     if not dist.is_initialized():
         return 0, 1
     warn_of_conflict()
-    strategy = configured_strategy()
+    strategy = current_strategy_or_none()
     return (dist.get_rank(), dist.get_world_size()) if strategy is None else strategy.data_shard(dist.get_rank())
 
 
@@ -177,7 +177,7 @@ def batch_sizes(
     if shares is None:
         shares = own_share()[1]
     ranks = dist.get_world_size() if dist.is_initialized() else shares
-    if global_batch_size is None and per_rank_batch_size is None and (strategy := configured_strategy()) is not None:
+    if global_batch_size is None and per_rank_batch_size is None and (strategy := current_strategy_or_none()) is not None:
         global_batch_size = strategy.batch_size
     for name, value in (
         ("global_batch_size", global_batch_size), ("per_rank_batch_size", per_rank_batch_size), ("shares", shares),

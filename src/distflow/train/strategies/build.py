@@ -69,7 +69,8 @@ def prepare(
 ) -> nn.Module:
     """Return the model on this rank's device, wrapped or divided for the strategy. Collective.
 
-    ``loaded`` are the names of tensors that are read from files afterwards. Raises ``ValueError``.
+    ``loaded`` are the names of tensors that are read from files afterwards. Raises ``ValueError`` or ``TypeError`` if model,
+    strategy and ranks do not fit.
     """
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(

@@ -32,8 +32,8 @@ from distflow.train.strategies.options import (
 
 __all__ = [
     "Strategy",
-    "configured_strategy",
     "current_strategy",
+    "current_strategy_or_none",
     "data_shard",
     "make_strategy",
     "reset_current_strategy",
@@ -127,7 +127,7 @@ _conflict = ""
 def set_current_strategy(strategy: Strategy, rank: int) -> None:
     """Let calls without a plan use this strategy. A strategy of kind ``none`` (a frozen model) does not replace another."""
     global _last, _conflict  # noqa: PLW0603 (a process is in one world)
-    before = configured_strategy()
+    before = current_strategy_or_none()
     if strategy.kind == "none" and before is not None and before.kind != "none":
         return
     if _last is not None and _last[0].kind != "none" and _last[0].data_shard(rank) != strategy.data_shard(rank):
@@ -158,13 +158,13 @@ def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
     A process without other ranks gets ``none`` instead of ``ddp``. With ``environ``, the last plan is ignored. Raises
     ``ValueError`` if the variable is not valid.
     """
-    if (configured := configured_strategy(environ)) is not None:
+    if (configured := current_strategy_or_none(environ)) is not None:
         return configured
     world = int((os.environ if environ is None else environ).get("WORLD_SIZE", "1"))
     return make_strategy("ddp" if world > 1 else "none", world)
 
 
-def configured_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
+def current_strategy_or_none(environ: Mapping[str, str] | None = None) -> Strategy | None:
     """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``; ``None`` if neither exists."""
     if environ is None and _last is not None:
         return _last[0]
@@ -197,16 +197,19 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return current_strategy(environ).data_shard(int((os.environ if environ is None else environ).get("RANK", "0")))
 
 
-def resolve_strategy(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
-    """Return ``given`` as a ``Strategy``.
+def resolve_strategy(strategy: Strategy | StrategyOptions | str, world: int) -> Strategy:
+    """Return ``strategy`` as a ``Strategy``.
 
-    A ``Strategy`` keeps its own mesh; otherwise the mesh has ``world`` ranks. Raises ``ValueError`` for an unknown kind or
-    invalid options.
+    A ``Strategy`` keeps the sizes of its axes; otherwise the mesh has ``world`` ranks. Raises ``ValueError`` for an unknown
+    kind, invalid options, or a mesh that does not fit the kind or the number of ranks.
     """
-    if isinstance(given, Strategy):
-        _check_kind(given.kind)
-        return _on_mesh(given.kind, regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
-    return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())
+    if isinstance(strategy, Strategy):
+        _check_kind(strategy.kind)
+        mesh = regular_mesh(strategy.kind, strategy.mesh, strategy.options)
+        return _on_mesh(strategy.kind, mesh).having(strategy.options)
+    if isinstance(strategy, str):
+        return make_strategy(strategy, world)
+    return make_strategy(strategy.kind, world, strategy.given())
 
 
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:

@@ -89,9 +89,11 @@ def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -
             if many:
                 dist.broadcast(tensor, 0)
             if tensor.is_floating_point() and tensor.isnan().any():
+                is_by_model = isinstance(initialize, partial)
+                method = "the model's _init_weights()" if is_by_model else "reset_parameters() or init_weights()"
                 raise ValueError(
-                    f"{name or 'the model'} ({type(module).__name__}) does not initialize its tensor {one}: set it in "
-                    "reset_parameters() or init_weights(), or do not create the model on the meta device"
+                    f"the tensor {one} of {name or 'the model'} ({type(module).__name__}) is not initialized: "
+                    f"set it in {method}, or do not create the model on the meta device"
                 )
             if not kept[one].is_meta:
                 _keep(kept[one], tensor)

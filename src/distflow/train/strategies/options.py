@@ -289,14 +289,14 @@ def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: in
     ``per_node`` is the default ``shard_size`` of HYBRID_SHARD: the ranks on each node, or ``None`` if nodes differ.
     """
     sizes = {axis: int(options[name]) for name, axis in MESH_SIZES.items() if name in options}
-    has_replicas = options.get("sharding_strategy") == "HYBRID_SHARD"
+    has_replicas = kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD"
     if kind == "tp" and sizes.setdefault("tp", ranks) != ranks:
         hint = "remove `tp_size`, or write kind: hybrid, which shards the model over groups of `tp_size` ranks"
         return Misfit("tp_size", f"`tp_size` is {sizes['tp']}, but the number of ranks is {ranks}", hint)
     if kind == "fsdp" and not has_replicas and "shard_size" in options:
         message = "`shard_size` has no effect without HYBRID_SHARD: all ranks share the shards"
         return Misfit("shard_size", message, "add sharding_strategy: HYBRID_SHARD, or remove `shard_size`")
-    if kind == "fsdp" and has_replicas and per_node is not None:
+    if has_replicas and per_node is not None:
         sizes.setdefault("fsdp", per_node)
     for name, axis in (("tp_size", "tp"),) if kind == "hybrid" else (("shard_size", "fsdp"),) if has_replicas else ():
         if axis not in sizes:

@@ -23,7 +23,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], layers: Sequence[nn.Module]) -> None:
-    """Shard the model over a mesh, in place: over ``fsdp``, or over ``dp`` and ``fsdp``. ``layers`` are sharded separately."""
+    """Shard the model over a mesh, in place: over ``fsdp``, or over ``dp`` and ``fsdp``.
+
+    ``layers`` are sharded separately, unless ``auto_wrap_policy`` is ``size`` or ``none``.
+    """
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(

@@ -67,8 +67,7 @@ def training_state(
 
     Without ``saved``, the result is the state for this rank to save. With ``saved``, the names in a checkpoint, it is the
     state to load into; it has optimizer states only if they were saved. In a pipeline, it has the tensors of this rank's
-    stage, and the optimizer's ``param_groups`` of all stages: all ranks of ``group`` must call it. Raises ``TypeError`` for
-    LBFGS.
+    stage, and the optimizer's ``param_groups`` of all stages. Collective over ``group``. Raises ``TypeError`` for LBFGS.
     """
     # Under local SGD, save the mean of the ranks' parameters, but the optimizer states of rank 0.
     means = means_of(model) if saved is None else {}
@@ -105,7 +104,7 @@ def training_state(
 
 
 def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
-    """Load a state that ``training_state`` returned under any strategy."""
+    """Load a state that ``training_state`` returned for this model, with values that may have been saved under any strategy."""
     held = inner_module(model)
     optimizer_state = dict(state.get("optimizer", {}))
     if optimizer_state and isinstance(model, Pipeline):
@@ -127,9 +126,10 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def _buffers_of_others(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that this rank does not save. The first rank saves its own, which DDP uses as well.
+    """Return the names of the buffers that this rank does not save.
 
-    Buffers such as the statistics of BatchNorm differ between ranks.
+    Buffers such as the statistics of BatchNorm differ between ranks. Only the first rank saves them: DDP also copies the
+    buffers of rank 0 to the others.
     """
     is_first = model.is_first_holder if isinstance(model, Pipeline) else dist.get_rank() == 0
     return frozenset() if is_first else frozenset(name for name, _ in inner_module(model).named_buffers(remove_duplicate=False))

@@ -146,11 +146,18 @@ def _divide_sequence(
     matrices. Raises ``ValueError`` for layers without norms, or with a matrix that is not cut.
     """
     for layer in layers:
+        kind = type(layer).__name__
         norms = [child for child in layer.children() if type(child).__name__.endswith("Norm")]
         linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-        if not norms or not all(module in cut for module in linear):
+        if not norms:
             raise ValueError(
-                f"sequence_parallel: {type(layer).__name__} needs its own norm layers, and a plan for all of its linear layers"
+                f"sequence_parallel: {kind} has no norm layer: it needs a direct child whose class name ends in `Norm`; "
+                "name another class in transformer_layer_cls, or remove sequence_parallel"
+            )
+        if whole := [name for name, module in layer.named_modules() if module in linear and module not in cut]:
+            raise ValueError(
+                f"sequence_parallel: the tensor-parallel plan does not contain {', '.join(whole)} of {kind}: "
+                "add them to `plan` as colwise or rowwise, or remove sequence_parallel"
             )
         for module in linear:
             if isinstance(styles[cut[module]], parallel.RowwiseParallel):
@@ -182,6 +189,12 @@ def _divide_sequence(
     )
 
 
+_WITHOUT = (
+    "set `plan` of the strategy without this layer and the layers that are cut together with it (such as q_proj, k_proj, "
+    "v_proj and o_proj, or up_proj and down_proj)"
+)
+
+
 def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) -> None:
     module = modules[name]
     if not isinstance(module, nn.Linear):
@@ -201,7 +214,7 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     if features % ranks:
         raise ValueError(
             f"tensor parallelism: {name} has {features} {what}, which {ranks} ranks cannot share equally: "
-            "choose a size of `tp` that divides this number, or leave this layer out of the plan"
+            f"choose a size of `tp` that divides this number, or {_WITHOUT}"
         )
     parent = modules[name.rpartition(".")[0]]
     for attribute in _HEADS:
@@ -209,11 +222,11 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
         if isinstance(heads, int) and heads % ranks:
             raise ValueError(
                 f"tensor parallelism: {name}: {attribute} is {heads}, not a multiple of the {ranks} ranks: choose a size of "
-                "`tp` that divides this number, or leave this layer out of the plan"
+                f"`tp` that divides this number, or {_WITHOUT}"
             )
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:
         raise ValueError(
             f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share equally: "
-            "choose a size of `tp` that divides the number of heads, or leave this layer out of the plan"
+            f"choose a size of `tp` that divides the number of heads, or {_WITHOUT}"
         )

@@ -125,7 +125,10 @@ def _try_all(
             _raise_if_broken(transport, error)
     hung_up = not transport.is_active() and not has_broken
     if has_broken and identity is not keyring.identities[-1]:
-        remedy = "unlock this key in the agent, or name the right key with `identity_file` of the node and `IdentitiesOnly yes`"
+        remedy = (
+            "unlock this key in the agent, or name the right key (`identity_file` of the node, or `IdentityFile`), and set "
+            "`IdentitiesOnly yes` in ~/.ssh/config"
+        )
         message = f"the login to {endpoint} ended at a key that cannot be used, before other keys were tried"
         raise AuthenticationRefused(node, message, hint="\n".join([*keyring.notes, remedy]))
     raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=hung_up, was_accepted=was_accepted)
@@ -279,7 +282,7 @@ def _read_certificate(file: str, keyring: _Keyring) -> PublicBlob | None:
     try:
         return PublicBlob.from_file(file)
     except (OSError, ValueError, struct.error, paramiko.SSHException) as error:
-        keyring.notes.append(f"{_shortened(file)} is not a certificate: {error}")
+        keyring.notes.append(f"{_shortened(file)} is not a usable certificate: {error}")
         return None
 
 

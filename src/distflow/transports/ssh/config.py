@@ -305,11 +305,11 @@ def _read_with_paramiko(hop: Hop, config_file: str | None) -> Values:
         found: dict[str, Any] = dict(SSHConfig.from_text(text).lookup(hop.host))
     except (ConfigParseError, ValueError) as error:
         raise SshConfigError(f"{path}: {error}") from error
-    given = {"port": hop.port, "user": hop.user}
+    from_hop = {"port": hop.port, "user": hop.user}
     for key, value in found.items():
         # A list that begins with `+` only adds algorithms, which distflow may not support.
         is_addition = key in _LISTS and value.startswith("+")
-        if value is not None and given.get(key) is None and not is_addition:
+        if value is not None and from_hop.get(key) is None and not is_addition:
             values[key] = list(value) if isinstance(value, list) else [str(value)]
     return values
 

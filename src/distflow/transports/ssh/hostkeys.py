@@ -135,7 +135,7 @@ def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -
             content = Path(file).read_bytes()
         except OSError as error:
             raise SshConfigError(
-                f"RevokedHostKeys {file} cannot be read: {error.strerror}; no host is trusted without it: make it "
+                f"RevokedHostKeys {file} cannot be read: {error.strerror}; no host is trusted without it. Create it or make it "
                 "readable, or remove this option from the OpenSSH configuration"
             ) from error
         if content.startswith(_KRL):

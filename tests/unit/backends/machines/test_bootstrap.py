@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, SourceArchive, explain_exit, explain_report
+from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, STUB, SourceArchive, explain_exit, explain_report
 
 PYENV_PYTHONS = Path("~/.pyenv/versions").expanduser()
 """pyenv's interpreters, in the real home directory. Tests have another ``HOME``."""
@@ -111,7 +111,7 @@ def test_a_directory_of_another_user_names_the_owner_and_both_remedies() -> None
         "distflow's directory /home/ada/.distflow cannot be used by ada: /home/ada/.distflow belongs to bob (mode 700)"
     )
     assert "`root:`" in remedy
-    assert "let root change its owner (`chown -R ada /home/ada/.distflow`)" in remedy
+    assert "ask an administrator to run `chown -R ada /home/ada/.distflow`" in remedy
 
 
 def test_the_remedy_never_changes_the_owner_of_a_parent_directory() -> None:
@@ -150,10 +150,15 @@ def test_an_incomplete_standard_library_is_explained() -> None:
     assert "`python:`" in remedy
 
 
+def test_damaged_files_of_the_runtime_are_not_explained_by_the_standard_library() -> None:
+    reason = " are damaged; they are replaced at the next connection"
+    assert f'raise ImportError("files below "+home+"{reason}"' in STUB
+    text = f"ImportError: files below /r{reason}"
+    assert explain(text=text) == (f"distflow's runtime does not start: {text}", "")
+
+
 def test_other_errors_are_quoted() -> None:
-    assert explain(text="RuntimeError: the runtime arrived damaged") == (
-        "distflow's runtime does not start: RuntimeError: the runtime arrived damaged", ""
-    )  # fmt: skip
+    assert explain(text="RuntimeError: broken") == ("distflow's runtime does not start: RuntimeError: broken", "")
     assert explain_report({})[0] == "distflow's runtime does not start: "
 
 

@@ -80,7 +80,7 @@ class _Check:
         yield note("kubernetes", self._at, f"Kubernetes {version}, namespace `{self._api.namespace}`", "")
 
     def access(self) -> Iterator[Finding]:
-        """Check that each verb is allowed."""
+        """Check that the user may make the calls that distflow needs."""
         missing, optional = self._refused(_ROLE), self._refused(_OPTIONAL)
         if self.settings.scheduler == "volcano":
             missing += self._refused(_VOLCANO, "scheduling.volcano.sh")
@@ -183,7 +183,7 @@ class _Check:
                 what = f"a PodGroup{_of(platform)}"
                 self._api.create("podgroups", together, is_dry=True)
         except RequestRefused as refused:
-            yield error("pod", self._at, refused.message, refused.hint)
+            yield error("pod", self._at, refused.message.replace("task check", "a task without `image`", 1), refused.hint)
         except ApiError as refused:
             hint = "change the `kubernetes` settings of the pool"
             if "exceeded quota" in refused.message:

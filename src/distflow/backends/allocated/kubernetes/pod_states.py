@@ -95,7 +95,10 @@ about the pod."""
 
 TERMINATIONS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
-        "OOMKilled": (Reason.OOM_KILLED, "used more memory than it requested"),
+        "OOMKilled": (
+            Reason.OOM_KILLED,
+            "was killed because it reached its memory limit, or because its node ran out of memory",
+        ),
         "Evicted": (Reason.EVICTED, "was evicted"),
         "DeadlineExceeded": (Reason.EXEC_TIMEOUT, "reached its deadline"),
         "ContainerCannotRun": (Reason.START_ERROR, "could not be started"),
@@ -304,7 +307,7 @@ def _why_deleted(pod: Pod) -> tuple[Reason | None, str]:
     if target.get("status") == "True":
         word = _text(target.get("reason"))
         return FAILURES.get(word, (Reason.PREEMPTED, f"was preempted or evicted ({plain(word)[:60]})"))
-    # The node controller marks the pods of a node that no longer responds, while their containers seem to run.
+    # If a node no longer responds, the node controller sets `Ready` of its pods to False, while their containers seem to run.
     if pod.is_deleted and pod.condition("Ready").get("status") == "False" and pod.container("running") is not None:
         return FAILURES["NodeNotReady"]
     return None, "is being deleted"

@@ -1,8 +1,9 @@
 """The program that uses Ray for distflow, on a node of the Ray cluster, and the actors that run the resident programs.
 
-The cluster's own Python runs it, so the submitter needs no Ray. It reads requests as lines of JSON, and answers each with one
-line. The placement groups and actors that it creates are detached, so the program may end at any time, and another instance
-continues. It ends when its standard input ends.
+The cluster's own Python runs it, so the submitter needs no Ray. It first writes one line of JSON: ``{"answer": …}`` with its
+versions, or ``{"kind": …, "error": …}`` if it cannot connect, and then it ends. It reads requests as lines
+``{"do": method, "with": arguments}``, and answers each with one such line. The placement groups and actors that it creates are
+detached, so the program may end at any time, and another instance continues. It ends when its standard input ends.
 
 An allocation is a placement group whose name is distflow's marker, with one actor for each task. An actor is the parent of the
 resident program (``runtime/services/resident.py``) of its task, and listens on a TCP port for connections from this cluster's
@@ -41,7 +42,7 @@ _OF_RAY = ("RAY_", "SPT_")
 _SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 """Variables that Ray sets for its workers if they are not set already. Other programs must not inherit them from Ray."""
 _INTERNAL = ("node:", "object_store_memory")
-"""How the names of Ray's own resources begin, which no task requests."""
+"""Prefixes of the names of Ray's own resources. Tasks do not request these resources."""
 _LONGEST_LINE = 1 << 20
 _LONGEST_ERROR = 2000
 """Characters of an error message of Ray that are reported."""
@@ -63,7 +64,10 @@ class NodeActor:
     """The actor of one task. It starts the resident program, and accepts connections for it."""
 
     def __init__(self, resident: str, allocation: str, index: int, peers: list[str], idle_release_s: float) -> None:
-        """Start the resident program. ``peers``: the names of all actors of the allocation."""
+        """Start the resident program.
+
+        ``resident``: the source text of ``resident.py``. ``peers``: the names of all actors of the allocation.
+        """
         ray = importlib.import_module("ray")
         self._address = str(ray.util.get_node_ip_address())
         self._token = secrets.token_bytes(32)
@@ -203,7 +207,7 @@ class Cluster:
         if host:  # fail early, because Ray itself would try for a minute
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        # Otherwise, Ray's thread for error messages polls without a pause while the head is unreachable, and keeps a core busy.
+        # Stop Ray's thread for error messages: while the head is unreachable, it polls without a pause and keeps a core busy.
         worker = importlib.import_module("ray._private.worker").global_worker
         if hasattr(worker, "threads_stopped"):  # other versions of Ray may lack this internal attribute
             worker.threads_stopped.set()
@@ -222,6 +226,7 @@ class Cluster:
         """Create a placement group with its actors, unless they exist.
 
         Returns its ``id``, and a warning (``notice``), which may be empty. ``excluded``: node names, by bundle.
+        ``resident``: the source text of ``resident.py``.
         """
         group = self._existing(marker)
         notice = ""
@@ -404,8 +409,9 @@ class Cluster:
 def _probe(python: str, root: str) -> dict[str, Any]:
     """Run the pool's Python on this node.
 
-    Returns its exit code (``code``), its version or an error (``output``), and whether ``root`` is writable (``is_writable``,
-    which is not checked and True if Python does not start).
+    Returns its exit code (``code``), its version or an error (``output``), and whether ``root`` is writable (``is_writable``).
+    If ``root`` does not exist, its nearest existing parent is checked. If Python does not start or takes longer than 30 s,
+    ``code`` is 127, and ``is_writable`` is True without a check.
     """
     code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
     try:
@@ -444,7 +450,7 @@ def _cause(cause: Any) -> dict[str, str] | None:
 
 
 def main(address: str) -> None:
-    """Answer requests until standard input ends."""
+    """Connect, and answer requests until standard input ends. Returns early if Ray is missing or does not connect."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of Ray must not mix with answers
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -54,7 +54,7 @@ class EndpointTransport:
             request = {"address": endpoint.address, "port": endpoint.port, "token": endpoint.token, "argv": list(argv[1:])}
             channel.write(json.dumps(request).encode() + b"\n")
         except NodeUnreachable as error:
-            if error.node == self.name:  # `find` reports that the allocation does not have this node
+            if error.node == self.name:  # `find` reports that the allocation has no endpoint on this node
                 raise
             raise type(error)(self.name, f"its login node {error.message}", hint=error.hint) from error
         with self._lock:

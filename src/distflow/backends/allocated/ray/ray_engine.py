@@ -146,7 +146,7 @@ class RayEngine:
         self._login.close()
 
     def _endpoint(self, allocation_id: str, host: str) -> Endpoint:
-        """Return the endpoint of a node. Raises ``NodeUnreachable`` if the allocation does not have it."""
+        """Return the endpoint of a node. Raises ``NodeUnreachable`` if Ray does not report one."""
         key = (allocation_id, host)
         with self._state:
             endpoint = self._endpoints.get(key)
@@ -155,7 +155,7 @@ class RayEngine:
             with self._state:
                 endpoint = self._endpoints.get(key)
             if endpoint is None:
-                reason = f"placement group {allocation_id} does not include this node"
+                reason = f"Ray reports no ready actor of placement group {allocation_id} on this node"
                 raise NodeUnreachable(node_name(host, allocation_id), state.message if isinstance(state, Over) else reason)
         return endpoint
 

@@ -96,7 +96,7 @@ class SlurmCommands:
     def run(self, *command: str, program: str = "", input: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Completed:
         """Run a command to its end. Raises ``NodeUnreachable``, and ``CommandMissing`` if ``program`` is not installed.
 
-        ``program`` is the command's first word unless it is given.
+        ``program`` is by default the first word of the command.
         """
         done = self._login.run(command, input=input, timeout_s=timeout_s)
         if done.exit_code == 127:

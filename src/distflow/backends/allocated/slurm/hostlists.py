@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 
-__all__ = ["MOST_HOSTS", "expand_hosts"]
+__all__ = ["MAX_HOSTS", "expand_hosts"]
 
-MOST_HOSTS = 65536
+MAX_HOSTS = 65536
+"""The maximum number of hosts in a list."""
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
@@ -16,7 +17,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     >>> expand_hosts("gpu[01-03,07],x1")
     ('gpu01', 'gpu02', 'gpu03', 'gpu07', 'x1')
 
-    An empty text is an empty list. Raises ``ValueError`` if the text is not such a list, or has more than ``MOST_HOSTS`` hosts.
+    An empty text is an empty list. Raises ``ValueError`` if the text is not such a list, or has more than ``MAX_HOSTS`` hosts.
     """
     hosts: list[str] = []
     if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+(?:,(?:[^\[\],\s]|\[[^\[\]\s]*\])+)*", text or "-"):
@@ -27,8 +28,8 @@ def expand_hosts(text: str) -> tuple[str, ...]:
         count = 1
         for choice in choices:
             count *= len(choice)
-        if len(hosts) + count > MOST_HOSTS:
-            raise ValueError(f"the list of hosts `{text[:80]}` has more than {MOST_HOSTS} hosts")
+        if len(hosts) + count > MAX_HOSTS:
+            raise ValueError(f"the list of hosts `{text[:80]}` has more than {MAX_HOSTS} hosts")
         hosts += ["".join(one) for one in itertools.product(*choices)]
     return tuple(hosts)
 
@@ -40,7 +41,7 @@ def _numbers(ranges: str) -> list[str]:
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
             raise ValueError(f"`{item}` in the list of hosts `[{ranges[:80]}]` is not a range such as `01-03`")
-        if len(found) + int(last) - int(first) >= MOST_HOSTS:
-            raise ValueError(f"the list of hosts `[{ranges[:80]}]` has more than {MOST_HOSTS} hosts")
+        if len(found) + int(last) - int(first) >= MAX_HOSTS:
+            raise ValueError(f"the list of hosts `[{ranges[:80]}]` has more than {MAX_HOSTS} hosts")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

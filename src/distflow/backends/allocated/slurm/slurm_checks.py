@@ -242,7 +242,7 @@ class _Check:
                 timeout_s=_PYTHON_S,
             )  # fmt: skip
         except NodeUnreachable:
-            yield note("python", self._at, "Python on the nodes was not checked: no node answered in time", "")
+            yield note("python", self._at, "Python on the nodes was not checked: `srun` returned no result", "")
             return
         finally:
             if path:

@@ -85,8 +85,8 @@ class SlurmEngine:
     """Allocates nodes as jobs of Slurm (contract: ``allocated.engine.Engine``).
 
     1. One ``squeue`` lists all jobs of the user. When jobs have ended, one further command reads the causes of all of them.
-    2. A submission whose answer was lost is found by its marker. If Slurm accepts such a submission later, two jobs have the
-       same marker. Then ``states`` cancels the job that the caller does not know.
+    2. A submission whose answer was lost is found by its marker. If Slurm accepts it only after ``request`` has submitted
+       another job, two jobs have the same marker. Then ``states`` cancels the job that the caller does not know.
     """
 
     query_limit: ClassVar = QueryLimit(at_once=4.0, every_s=8.0)
@@ -281,7 +281,7 @@ class SlurmEngine:
         return job or ""
 
     def _submit(self, wanted: AllocationRequest, components: Sequence[Sequence[NodeRequest]]) -> str | None:
-        """Return the id of a new job; ``None`` if the cluster does not allow heterogeneous jobs."""
+        """Submit a job and return its id; ``None`` if the cluster does not allow heterogeneous jobs."""
         command = sbatch_arguments(self._pool, wanted, components)
         script = job_script(
             self._template.root,
@@ -334,7 +334,7 @@ class SlurmEngine:
     # Queries.
 
     def _list(self) -> Mapping[str, Sequence[Component]]:
-        """Return all jobs of this user that Slurm knows."""
+        """Return all jobs of this user that Slurm knows. Also updates ``_active``, ``_hosts`` and ``_het_groups``."""
         separator = f"<{secrets.token_hex(8)}>"
         command = ("squeue", "--me", "--noheader", "--states=all", f"--format={squeue_format(separator)}")
         listed_at = time.monotonic()

@@ -45,6 +45,12 @@ _REACH_S = 5.0
 _DIAGNOSE_S = 10.0
 
 _VERSION = "import sys; sys.stdout.write(sys.version.split()[0])"
+_FIND_PYTHON = """
+for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8; do
+    path=$(command -v $name) && "$path" -c 'import sys; sys.exit(sys.version_info < (3, 8))' && echo "$path" && break
+done
+"""
+"""Shell script that prints the path of a Python in PATH that can run an agent, if there is one."""
 
 Progress = Callable[[str], None]
 """Called with a short text about the current step, from several threads, but one at a time."""
@@ -208,19 +214,19 @@ def _probed(link: AgentLink, node: Node, paths: Sequence[str], *, needs_venv: bo
 
 
 def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:
-    """Return an error that names the problem if the node's Python is missing or too old, else ``error``."""
+    """Return an error that names the problem if the node's Python is missing, not executable or too old, else ``error``."""
     try:
         done = transport.run([*python_argv(node.python), "-c", _VERSION], timeout_s=_DIAGNOSE_S)
-        found = (
-            transport.run(["sh", "-c", "command -v python3"], timeout_s=_DIAGNOSE_S).stdout.decode("utf-8", "replace").strip()
-        )
+        printed = transport.run(["sh", "-c", _FIND_PYTHON], timeout_s=_DIAGNOSE_S).stdout.decode("utf-8", "replace").strip()
     except DistflowError:
         return error
     why = python_trouble(done.exit_code, done.stdout.decode("utf-8", "replace"))
     if not why:
         return error
-    existing = f"; {found} exists" if found and found != node.python else ""
-    return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=f"set `python` of the node{existing}")
+    hint = "install Python 3.8 or newer there if necessary, and set `python` of the node to its path"
+    if printed:
+        hint = f"set `python` of the node to Python 3.8 or newer, such as `{printed.splitlines()[-1]}`"
+    return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=hint)
 
 
 def _listen(session: _Session) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from distflow.backends.machines.backend import transport_of
-from distflow.backends.machines.checks.torch_search import FIND_OTHERS, other_pythons
+from distflow.backends.machines.checks.torch_search import FIND_OTHERS, valid_pythons
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.training_address import path_prepend
 from distflow.documents.requirements import Requirements
@@ -37,7 +37,7 @@ if version.rpartition(".")[0] != wanted:
     others = [path] if path else []
 else:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    others = other_pythons() if "torch" in missing else []
+    others = find_other_pythons() if "torch" in missing else []
 print("\\n{_MARK}" + json.dumps({{"version": version, "executable": sys.executable, "missing": missing, "others": others}}))
 """
 
@@ -126,5 +126,5 @@ def _parsed(node: str, answer: Mapping[str, Any], modules: Sequence[str]) -> Int
     return Interpreter(
         node=node, version=version, executable=plain(str(found.get("executable")))[:_LONGEST_PATH],
         missing=tuple(name for name in modules if isinstance(missing, list) and name in missing),
-        others=other_pythons(found.get("others")),
+        others=valid_pythons(found.get("others")),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from distflow.backends.machines.checks.torch_search import FIND_OTHERS, other_pythons
+from distflow.backends.machines.checks.torch_search import FIND_OTHERS, valid_pythons
 from distflow.documents.requirements import Requirements
 from distflow.errors import DistflowError
 from distflow.lifecycle.clocks import Clock
@@ -47,7 +47,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         answer["error"] = repr(error)
-    answer["others"] = other_pythons()
+    answer["others"] = find_other_pythons()
 except BaseException as error:
     answer["error"] = repr(error)
 print("\\n{_MARK}" + json.dumps(answer))
@@ -147,7 +147,7 @@ def parse_python(answer: Mapping[str, Any]) -> Torch:
         devices=devices,
         nccl=text("nccl"),
         error=text("error") or "",
-        others=other_pythons(found.get("others")),
+        others=valid_pythons(found.get("others")),
     )
 
 

@@ -304,5 +304,5 @@ def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
         hint = f"training would fail too: {remedy}"
         yield error("all-reduce", [name], f"an all-reduce between the nodes failed: {why}", hint)
     elif found.times and found.best < _SLOW:
-        hint = "slower than gigabit Ethernet: check that `address` is on the fast network and runs at full speed (`ethtool`)"
+        hint = "slower than gigabit Ethernet: check that `address` is on a fast interface that runs at full speed (`ethtool`)"
         yield warning("all-reduce", found.nodes, f"an all-reduce reaches only {found.best / 1e6:.1f} MB/s", hint)

@@ -235,7 +235,7 @@ try:
   signal.alarm(0)
   new=tempfile.mkdtemp(dir=top)
   zipfile.ZipFile(io.BytesIO(bytes(data))).extractall(new)
-  if digest(new)!=want: raise RuntimeError("the runtime arrived damaged")
+  if digest(new)!=want: raise RuntimeError("the checksum of the received runtime is wrong; try again")
   lock=os.open(top,os.O_RDONLY)
   fcntl.flock(lock,fcntl.LOCK_EX)
   if not os.path.lexists(home): os.rename(new,home)
@@ -289,7 +289,7 @@ _MAX_FIELD: Final = 4096
 _KEPT_OUTPUT: Final = 16 * 1024
 """Characters at the end of the login's own output that are kept for messages."""
 _MAX_LINE: Final = 4 * 1024 * 1024
-"""Length in bytes of a line of the login's own output that makes the connection fail."""
+"""Maximum bytes of one line that login scripts may print. With a longer line, the connection fails."""
 
 
 def service_argv(root: str, python: str, nonce: str, service: str, bundle: SourceArchive = RUNTIME) -> list[str]:
@@ -471,7 +471,7 @@ _OWN_ROOT = "set `root:` of the node or its pool to a directory of your own"
 _REFUSED = {
     "owner": (
         "{at} belongs to {owner} (mode {mode}), who could replace {user}'s programs there",
-        f"{_OWN_ROOT}, or let root change its owner (`chown -R {{user}} {{at}}`)",
+        f"{_OWN_ROOT}, or ask an administrator to run `chown -R {{user}} {{at}}`",
     ),
     "writable": (
         "{at} is writable by other users (mode {mode}), who could replace {user}'s programs there",
@@ -520,14 +520,15 @@ def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
     if number in _DENIED:
         what = f"distflow's directory {root} cannot be used by {user or 'this user'}: {at or field('path')}"
         if owner and owner != user:
-            remedy = f"let root change its owner (`chown -R {user} {at}`)" if at.startswith(root) else ""
+            remedy = f"ask an administrator to run `chown -R {user} {at}`" if at.startswith(root) else ""
             return f"{what} belongs to {owner} (mode {field('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
         return f"{what} is not writable (mode {field('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
     if number == errno.ENOENT:
         return f"distflow's directory {root} cannot be created on this node: {field('text')}", _OTHER_ROOT
     if number in _IN_THE_WAY:
         return f"{field('path') or root} {_IN_THE_WAY[number]}", f"remove it, or {_OTHER_ROOT}"
-    if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
+    # The stub also raises ImportError, for damaged files of the runtime.
+    if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")) and "are damaged" not in field("text"):
         lacking = f"{field('python') or 'its python'} lacks a part of the standard library: {field('text')}"
         return lacking, f"install the missing part, or another Python; {_OTHER_PYTHON}"
     return f"distflow's runtime does not start: {field('text')}", ""

@@ -25,6 +25,6 @@ def destination_of(pool: Pool, node: Node) -> SshDestination:
 
 
 def unknown_hosts(pool: Pool) -> Mapping[str, str]:
-    """Return node → host name, for nodes whose host name no name service knows."""
+    """Return the host names that cannot be resolved, by node."""
     found = unknown_names([destination_of(pool, node) for node in pool.nodes])
     return {node.name: name for node, name in zip(pool.nodes, found, strict=True) if name is not None}

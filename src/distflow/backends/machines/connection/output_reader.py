@@ -1,7 +1,7 @@
 """Read the files of one attempt from its node: list them, and fetch chosen files into a local directory.
 
-It uses a separate connection to ``runtime.services.output_server``. The node is not trusted: no file is written outside
-of the directory, and no link that leads out of it is created.
+``OutputReader`` has its own connection to ``runtime.services.output_server``. The node is not trusted: no file is written
+outside of the local directory, and no link that leads out of it is created.
 """
 
 from __future__ import annotations
@@ -227,7 +227,10 @@ class OutputReader:
 
 
 def _local_path(folder: Path, name: str, known: set[str]) -> str:
-    """Return the path of a file below ``folder``. Raises ``StorageError`` if a local link leads out of ``folder``."""
+    """Return the path of a file below ``folder``. Raises ``StorageError`` if a local link leads out of ``folder``.
+
+    ``known`` is the cache of ``path_inside``.
+    """
     try:
         return path_inside(os.fspath(folder), name, known)
     except OpError:
@@ -298,7 +301,7 @@ class _LocalFile:
         return at, self._digest.hexdigest()
 
     def resume(self, at: int) -> Any:
-        """Continue after ``at`` bytes: all bytes that have arrived, or 0 to start again. Return their digest."""
+        """Continue after ``at`` bytes, which are all bytes that have arrived, or 0 to start again. Return their hash object."""
         if at != os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)

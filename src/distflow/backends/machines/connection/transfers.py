@@ -69,7 +69,8 @@ def send_blobs(
     """Send blobs one after the other. ``progress`` gets the number of their bytes that are on the node.
 
     ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses a blob (no space,
-    damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
+    damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, ``OSError`` if a blob cannot be read here, and
+    ``StateError`` if it is shorter than its ``size``.
     """
     opened = open_service(transport, root, python, "services.receiver", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
@@ -97,7 +98,7 @@ def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) ->
             _write(stream, frame, EMPTY_FRAME if at < blob.size else EMPTY_LINE)
             progress(at)
     if at < blob.size:
-        what = f"the copy of `{blob.name}` in the state directory became shorter while it was sent"
+        what = f"the copy of `{blob.name}` in the state directory became shorter after it was stored"
         raise StateError(what, hint="submit the workflow again")
     stream.line()
 

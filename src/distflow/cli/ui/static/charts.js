@@ -32,7 +32,7 @@ const USE = {
 };
 const BYTES = /memory(\/usage)?$|\/(read|write|receive|transmit)$|_bytes$/;
 
-// Returns samples of the use of resources as series like those of metrics. The GPUs of a task are drawn in one chart.
+// Returns samples of the use of resources as series like those of metrics. One chart has the GPUs of all tasks.
 function useSeries(samples) {
   const isRetried = samples.some((one) => one.retry_id > 0);
   return samples.map(({ task, retry_id, key, points }) => {

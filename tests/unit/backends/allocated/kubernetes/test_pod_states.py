@@ -107,7 +107,7 @@ def disrupted(reason: str) -> dict[str, Any]:
             pod(container("Failed", terminated={"reason": "OOMKilled", "exitCode": 137})),
             PodPhase.FAILED,
             Reason.OOM_KILLED,
-            "memory",
+            "was killed because it reached its memory limit, or because its node ran out of memory",
         ),
         (
             pod(container("Failed", terminated={"reason": "StartError", "exitCode": 128, "message": NO_PYTHON})),
