@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two for each core, because most of the long tests wait for other processes, and one for Kubernetes, which waits more."""
-    return 2 * len(os.sched_getaffinity(0)) + 1
+    """Three for each core, because most of the long tests wait for other processes."""
+    return 3 * len(os.sched_getaffinity(0))
 
 
 _WAITING = (
@@ -120,13 +120,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of_clusters = [[item for item in items if pattern.search(item.nodeid)] for pattern in _CLUSTERS.values()]
     # The test that needs several clusters comes last, when no other test stops parts of the second cluster.
     of_clusters = [sorted(part, key=lambda item: "test_the_same" in item.nodeid) for part in of_clusters if part]
+    if not of_clusters:  # `make check`: contract tests wait, and unit tests compute
+        _mix(items, lambda item: item.nodeid.startswith("tests/contract/"))
+        return
     taken = {item for part in of_clusters for item in part}
-    # In `make check`, contract tests are the ones that wait.
-    waiting_names = _WAITING if of_clusters else ("tests/contract/",)
-    waiting = [item for item in items if item not in taken and item.nodeid.startswith(waiting_names)]
+    waiting = [item for item in items if item not in taken and item.nodeid.startswith(_WAITING)]
     taken.update(waiting)
     computing = [item for item in items if item not in taken]
-    waiting.sort(key=lambda item: _rank(item, waiting_names))
+    waiting.sort(key=lambda item: _rank(item, _WAITING))
     computing.sort(key=lambda item: _rank(item, _COMPUTING))
     free = max(1, workers - len(of_clusters))
     lanes = (free + 1) // 2
@@ -136,6 +137,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for part in reversed(parts):
         part.extend(itertools.islice(rest, max(0, size - len(part))))
     items[:] = [item for part in (*parts, *own) for item in part] + list(rest)
+
+
+def _mix(items: list[pytest.Item], is_first: Callable[[pytest.Item], bool]) -> None:
+    """Order items of two kinds so that every part of the list has the same share of each kind."""
+    kinds = [item for item in items if is_first(item)], [item for item in items if not is_first(item)]
+    places = {item: number / len(kind) for kind in kinds for number, item in enumerate(kind)}
+    items.sort(key=places.__getitem__)
 
 
 def _rank(item: pytest.Item, names: tuple[str, ...]) -> int:
