@@ -66,13 +66,14 @@ def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
     started = subprocess.run([*_start(args), "--head", "--port", port, "--include-dashboard=false"], check=False)
     if started.returncode != 0:
         return started.returncode
-    joined = 0
-    while joined < args.nodes:
+    while True:
+        joined, trouble = _await_nodes(args.nodes, deadline - clock())
+        if joined >= args.nodes:
+            break
         if clock() > deadline:
-            hint = "the logs of the other tasks show why" if joined else "Ray on this node does not answer, see above"
+            hint = "the logs of the other tasks show why" if joined else f"Ray on this node does not answer: {trouble}"
             _say(f"only {joined} of {args.nodes} nodes have joined Ray after {args.timeout:g} s; {hint}")
             return 1
-        joined = _await_nodes(args.nodes, deadline - clock())
         if joined == 0:
             _pause()
     _say(f"all {args.nodes} nodes have joined Ray at {args.address}")
@@ -95,16 +96,19 @@ def _start(args: argparse.Namespace) -> list[str]:
     return words + (["--num-cpus", str(args.cpus)] if args.cpus is not None else [])
 
 
-def _await_nodes(wanted: int, seconds: float) -> int:
-    """Wait until ``wanted`` nodes are alive, at most ``seconds``. Return the number of live nodes; 0 if Ray does not answer."""
+def _await_nodes(wanted: int, seconds: float) -> tuple[int, str]:
+    """Wait until ``wanted`` nodes are alive, at most ``seconds``. Return the number of live nodes.
+
+    If Ray does not answer, the number is 0, and the last line of the error is returned, too.
+    """
     result = subprocess.run(
         [sys.executable, "-c", _AWAIT, str(wanted), str(seconds)], capture_output=True, text=True, check=False
     )  # fmt: skip
     for line in result.stdout.splitlines():
         word, _, number = line.partition(" ")
         if word == "nodes":
-            return int(number)
-    return 0
+            return int(number), ""
+    return 0, (result.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
 def _say(text: str) -> None:

@@ -78,6 +78,10 @@ def test_a_gang_is_retried_until_it_completes(backend: str, cli: Cli, request: p
         assert (cli.folder / folder / "attempt").read_text() == content
     done = cli.run("workflow", "outputs", ident, "-r", "3")
     assert (done.code, done.err) == (2, f"error: master of {ident} has no attempt 3\nits attempts: 0-2\n")
+    for options in ([], ["--error"]):
+        done = cli.run("workflow", "logs", ident, "--task", "worker", "-r", "3", *options)
+        hint = "attempts are counted from 0; the last one is 2"
+        assert (done.code, done.err) == (2, f"error: {ident} has no attempt 3\n{hint}\n")
     second = cli.run("workflow", "events", ident, "--task", "worker", "--retry-id", "1").out.splitlines()
     assert second
     assert all("[worker retry-1]" in line for line in second), second

@@ -63,6 +63,13 @@ def test_missing_nodes_are_an_error_after_the_timeout(folder: Path) -> None:
     assert "began" not in done.stdout
 
 
+def test_the_error_of_a_ray_that_does_not_answer_is_shown(folder: Path) -> None:
+    (folder / "ray.py").write_text("raise ConnectionError('no such cluster')\n")
+    done = run(folder, *HEAD, "--timeout", "0.1", "--", "echo", "began")
+    assert done.returncode == 1
+    assert "Ray on this node does not answer: ConnectionError: no such cluster\n" in done.stderr
+
+
 def test_the_exit_code_of_a_head_that_cannot_start_is_returned(folder: Path) -> None:
     (folder / "code").write_text("7")
     assert run(folder, *HEAD, "--", "echo", "began").returncode == 7

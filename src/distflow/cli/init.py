@@ -105,8 +105,8 @@ def init(
         draft = draft_from_command(command)
     else:
         draft = draft_from_command(_ask("Command for each node", "train.py"))
-        nodes = nodes or int(_ask("Number of nodes", "1", is_number=True))
-        gpus = int(_ask("GPUs of each node", "0", is_number=True)) if gpus is None else gpus
+        nodes = nodes or int(_ask("Number of nodes", "1", least=1))
+        gpus = int(_ask("GPUs of each node", "0", least=0)) if gpus is None else gpus
     if name is not None:
         draft = replace(draft, name=name_of(name))
     file = _file(name) or Path(f"{draft.name}.yaml")
@@ -128,8 +128,11 @@ def _file(name: str | None) -> Path | None:
     return Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
 
 
-def _ask(question: str, default: str, *, is_number: bool = False) -> str:
-    """Ask a question on the terminal. Raise ``InputError`` if there is no terminal, or if standard input ends."""
+def _ask(question: str, default: str, *, least: int | None = None) -> str:
+    """Ask a question on the terminal. With ``least``, the answer must be a whole number of at least ``least``.
+
+    Raise ``InputError`` if there is no terminal, or if standard input ends.
+    """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         hint = "add --command 'train.py', --from-sbatch, --from-torchrun or --sample"
         raise InputError("there is no command for the spec", hint=hint)
@@ -139,9 +142,9 @@ def _ask(question: str, default: str, *, is_number: bool = False) -> str:
         if not line:
             raise InputError("no answer was given, so nothing was written")
         answer = line.strip() or default
-        if not is_number or (answer.isascii() and answer.isdigit()):
+        if least is None or (answer.isascii() and answer.isdigit() and int(answer) >= least):
             return answer
-        print("Write a whole number.", file=sys.stderr)
+        print(f"Write a whole number, {least} or more.", file=sys.stderr)
 
 
 def _print_samples(format_type: Format) -> None:

@@ -92,10 +92,10 @@ def sweep_secrets(folder: Path, store: Store, now: float) -> None:
     """Remove secrets that a killed submit or supervisor left behind.
 
     These are the secrets of ended workflows, and files older than one hour: secrets of workflows that were never stored, and
-    temporary files of ``write_private``.
+    temporary files of ``write_private`` and of a new key.
     """
     # List the files first, so that they do not include files of workflows that are submitted in the meantime.
-    files = [*folder.glob("*.json"), *folder.glob(".new-*")]
+    files = [*folder.glob("*.json"), *folder.glob(".new-*"), *folder.glob(f"{_KEY}.*")]
     unfinished, known = store.uuids(are_unfinished=True), store.uuids()
     for file in files:
         with suppress(OSError):

@@ -134,7 +134,7 @@ def test_json_lines_contain_the_rank(screen: Screen, workflow_with_ranks: Workfl
 
 
 def test_later_attempts_are_marked_and_can_be_selected(screen: Screen) -> None:
-    group = replace(completed_group(), tasks=(task("master", attempt=1),))
+    group = replace(completed_group(), attempt=1, tasks=(task("master", attempt=1),))
     record = submit(screen.store, workflow([group]))
     task_log(screen.directory, record, "master", [(T0, b"first\n")])
     write_log(screen.directory.logs / record.uuid / "training" / "master" / "1", [(T0 + 5, b"second\n")])
@@ -142,6 +142,8 @@ def test_later_attempts_are_marked_and_can_be_selected(screen: Screen) -> None:
     assert screen.out == "[master] first\n[master retry-1] second\n"
     screen.run("logs", record.id, "-r", "1")
     assert screen.out == "[master retry-1] second\n"
+    assert screen.run("logs", record.id, "-r", "2") == 2
+    assert "has no attempt 2\nattempts are counted from 0; the last one is 1\n" in screen.err
 
 
 def test_an_unknown_task_is_an_error_that_lists_all_tasks(screen: Screen, digits: WorkflowRecord) -> None:

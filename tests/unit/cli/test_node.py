@@ -13,6 +13,7 @@ from distflow.cli.app import run
 from distflow.client.adoption import Adoption
 from distflow.client.nodes import Cleaned, PoolNode, Reaped, Uninstalled
 from distflow.pools.model import Pool
+from distflow.structs import replace
 from unit.cli.screen import Screen
 
 CONFIGURATION = """
@@ -141,6 +142,9 @@ def test_adopt_does_not_report_that_there_is_nothing_to_adopt_if_a_node_failed(
     assert run(["workflow", "adopt"]) == 3
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: gpu1: refused\ndetails: distflow pool check --pool lab --node gpu1\n")
+    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: adoption(failed, replace(failed, node="gpu2")))
+    assert run(["workflow", "adopt"]) == 3
+    assert capsys.readouterr().out == "gpu2: failed: refused\n"
     monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: adoption())
     assert run(["workflow", "adopt"]) == 0
     assert capsys.readouterr().out.startswith("Nothing to adopt: ")

@@ -199,11 +199,13 @@ def test_questions_appear_only_on_a_terminal(
 ) -> None:
     assert run(["init"]) == 2
     assert "error: there is no command for the spec" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", Keyboard("\nmany\n2\n8\n"))
+    monkeypatch.setattr(sys, "stdin", Keyboard("\nmany\n0\n2\n8\n"))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(["init"]) == 0
     prompts = capsys.readouterr().err
-    assert "Command for each node [train.py]: Number of nodes [1]: Write a whole number.\nNumber of nodes [1]: GPUs" in prompts
+    asked = "Number of nodes [1]: "
+    refused = f"{asked}Write a whole number, 1 or more.\n"
+    assert f"Command for each node [train.py]: {refused}{refused}{asked}GPUs of each node [0]: " in prompts
     group = load_spec("train.yaml")[0].groups[0]
     assert [(task.name, task.launcher.kind) for task in group.tasks] == [("node-0", "torchrun"), ("node-1", "torchrun")]
     monkeypatch.setattr(sys, "stdin", Keyboard(""))
@@ -236,7 +238,7 @@ def test_an_existing_file_is_replaced_only_with_force(folder: Path, capsys: pyte
     before = Path("deep/job.yaml").read_text()
     again = ["init", "deep/job", "--command", "train.py", "--nodes", "3"]
     assert run(again) == 2
-    assert "error: deep/job.yaml exists already\nchoose another name, or add --force" in capsys.readouterr().err
+    assert "error: `deep/job.yaml` exists already\nchoose another name, or add --force" in capsys.readouterr().err
     assert Path("deep/job.yaml").read_text() == before
     assert run([*again, "--force"]) == 0
     assert "replicas: 3" in Path("deep/job.yaml").read_text()

@@ -53,6 +53,9 @@ def test_secrets_of_ended_and_never_stored_workflows_are_removed(tmp_path: Path)
         for name, age in ((running, 9 * HOUR), (ended, 0.0), ("being-submitted", 0.0), ("never-stored", 2 * HOUR)):
             write_secrets(folder, name, {"TOKEN": Secret("hidden")})
             os.utime(folder / f"{name}.json", (T0 - age, T0 - age))
+        key = folder / "gang.key.123"  # its process was killed before it removed the file
+        key.write_bytes(b"")
+        os.utime(key, (T0 - 2 * HOUR, T0 - 2 * HOUR))
         # A record that this version cannot read may belong to another version, which still needs the secrets.
         store._db.execute("UPDATE workflows SET warnings = '3' WHERE uuid = ?", (running,))
         sweep_secrets(folder, store, T0)

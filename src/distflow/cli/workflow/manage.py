@@ -206,6 +206,8 @@ def _show_adoption(found: Adoption, dry_run: bool) -> None:
         print(f"{plain(one.name)}: {'would be adopted' if dry_run else 'adopted'}")
         for note in one.notes:
             print(f"  {plain(note)}")
+    for failed in [one for one in found.nodes if one.error][1:]:  # the command ends with the first error
+        print(f"{failed.node}: failed: {plain(failed.error)}")
     if not found.workflows and (not found.nodes or any(not one.error for one in found.nodes)):
         print("Nothing to adopt: the store has every workflow that the nodes reported.")
 

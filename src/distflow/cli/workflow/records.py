@@ -67,6 +67,10 @@ def logs(
         )
     with open_workflow(workflow) as (client, record):
         tasks = choose_tasks(record, task or [], rank or [])
+        if attempt is not None and not follow:
+            from distflow.client.failures import check_attempt
+
+            check_attempt(record, attempt)
         if error:
             from distflow.cli.render.live import show_errors
 
