@@ -2,9 +2,10 @@
 
 1. Four contestants start on the login node, which is this machine, and end when they have the result of one all-reduce on two
    nodes: a script for ``sbatch`` with ``srun torchrun`` (the peer), a spec for distflow with ``launcher: torchrun``, a program
-   with ``distflow.run``, and a program with submitit. Both programs run the same function. submitit starts it with ``srun``
-   and without a launcher; the function sets the variables of torch itself (``TorchDistributedEnvironment``). Fails if the spec
-   takes more than 1.15 × the time of the script. ``make`` does not install submitit: ``pip install submitit==1.5.4``.
+   with ``distflow.run``, and a program with submitit. Both programs run the same function. submitit starts a wrapper with
+   ``srun`` and without a launcher. The wrapper sets the variables of torch (``TorchDistributedEnvironment``), and calls the
+   function. Fails if the spec takes more than 1.15 × the time of the script. ``make`` does not install submitit:
+   ``pip install submitit==1.5.4``.
 2. 100 workflows wait in the queue of the cluster, which distflow reaches over SSH. The script prints the processor time of the
    supervisor, its calls of Slurm in a minute, and its connections to the login node. Fails for more than 12 calls of
    ``squeue``, or 4 connections.

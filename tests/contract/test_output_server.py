@@ -202,7 +202,7 @@ def test_a_link_that_leads_outside_through_another_link_is_left_out(tmp_path: Pa
     [
         (answer(b"abc", digest="0"), "wrong checksum"),
         (answer(b"abc", size=2), "more bytes of `x`"),
-        (answer(b"abc", at=2), "did not continue"),
+        (answer(b"abc", at=2), "did not continue `x` at the requested byte: run the command again"),
         (b'{"at": 0, "size": -1}\n', "malformed"),
         (b'{"size": 3}\n', "malformed message without `at`"),
         (encode({"at": 0, "size": 3, "modified_ns": 0}) + FRAME.pack(1 << 30, RAW), "invalid header"),
@@ -212,6 +212,13 @@ def test_a_damaged_answer_is_refused(answers: bytes, match: str, tmp_path: Path)
     with pytest.raises(AgentError, match=match):
         fetch(hostile([["x", 3, 0, False, ""]], answers), tmp_path)
     assert not (tmp_path / "x").exists()
+
+
+def test_more_files_than_can_be_listed_are_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_reader, "_MAX_FILES", 2)
+    with pytest.raises(AgentError, match="more than 2 files, the maximum that distflow can list") as refused:
+        hostile([[f"f{number}", 1, 0, False, ""] for number in range(3)])
+    assert "pack files into archives" in refused.value.hint
 
 
 def test_a_connection_that_breaks_is_reported(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -370,6 +371,18 @@ def test_a_read_only_store_is_read_including_the_last_write(tmp_path: Path, monk
                 with pytest.raises(StateError, match="cannot be written"):
                     write()
         assert not other.is_read_only
+
+
+def test_a_read_only_store_needs_a_directory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.sqlite3"
+    Store(path).close()
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda one, mode: not mode & os.W_OK and may(one, mode))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(StateError, match="it is read-only, and no directory for a temporary copy of it is writable") as refused:
+        Store(path)
+    assert refused.value.hint == "set TMPDIR to a writable directory with free space"
 
 
 @pytest.mark.parametrize("read", [lambda store: store.find("digits-1"), lambda store: store.unfinished()[0]])

@@ -178,9 +178,9 @@ def test_output_files_are_listed_and_fetched(cli: Cli, client: Client, tmp_path:
     with pytest.raises(NotFound, match="has no task `four`"):
         list_output_files(client, final, tasks=["four"])
     (tmp_path / "x").touch()
-    with pytest.raises(StorageError, match="x: it is not a directory"):
+    with pytest.raises(StorageError, match="x`: it is not a directory"):
         fetch_output_files(client, final, tmp_path / "x", tasks=["one"])
-    with pytest.raises(StorageError, match="x/one: a parent of it is not a directory"):
+    with pytest.raises(StorageError, match="x/one`: a parent of it is not a directory"):
         fetch_output_files(client, final, tmp_path / "x")
 
     # If the files of one task are lost, those of the others are still fetched.

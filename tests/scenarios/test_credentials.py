@@ -81,7 +81,7 @@ def test_error_messages_do_not_contain_the_secret_value(cli: Cli) -> None:
         (*name, "--payload", f"a={VALUE}", f"a={VALUE}"): "the key `a` is given twice",
         (*name, "--payload-file", f"a={VALUE}"): "--payload-file a: the file cannot be read: No such file or directory",
         (*name, "--payload-file", "a=/dev/null"): "the value of `a` is empty",
-        (*name, "--payload-file", "a=-", "b=-"): "standard input can be the value of only one key",
+        (*name, "--payload-file", "a=-", "b=-"): "--payload-file: only one key can have the value `-` (standard input)",
         (*name, "--payload-file", f"a={sys.executable}"): "--payload-file a: the value is not valid UTF-8 text",
         (*name, "--type", "REGISTRY", "--payload", f"password={VALUE}"): "`password` is not a key of a REGISTRY credential",
         ("credential", "delete", "one"): "there is no credential `one`\nno credentials exist",

@@ -67,7 +67,7 @@ def test_failed_commands_exit_with_2_or_3_and_name_the_cause(cli: Cli, s3: S3Ser
         (["list", "s3://none"], 3, "no such bucket"),
         (["list", "s3://b", "-x", "("], 2, "not a valid regular expression"),
         (["delete", "s3://b/run"], 3, "nothing at s3://b/run"),
-        (["delete", "/"], 2, "is the root directory of a machine"),
+        (["delete", "/"], 2, "cannot delete `file:///`: it is the root directory of this machine"),
         (["check", "s3://none", "-a", "WRITE"], 3, "no such bucket"),
         (["check", "ftp://b"], 2, "does not support the scheme `ftp://`"),
     ):

@@ -86,7 +86,7 @@ def _is_open(port: int) -> bool:
         ("a", "`a` is not a port"),
         ("0", "`0` is not a port"),
         ("70000", "`70000` is not a port"),
-        ("9-9", "the range 9-9 does not end with a larger port"),
+        ("9-9", "the last port of the range `9-9` is not larger than its first port"),
         ("1-2:3", "differ in length: 2 and 1"),
         ("80:1,80:2", "names a local port twice"),
         ("1000-1099", "at most 30"),

@@ -166,7 +166,7 @@ def test_a_missing_rsync_on_the_node_is_reported(cli: Cli, tmp_path_factory: pyt
         cli.await_log(workflow, "up")
         done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
         assert (done.code, done.out) == (3, "")
-        assert "gpu1: rsync is not in the node's PATH; the task's container" in done.err
+        assert "gpu1: rsync is not in the node's PATH (rsync runs outside the task's container" in done.err
         assert "\ninstall it on the node" in done.err
         go.touch()
         cli.await_status(workflow, "COMPLETED")

@@ -53,8 +53,9 @@ def test_resource_info_shows_the_configuration_of_a_node(pools: Cli) -> None:
     ("arguments", "message"),
     [
         (["gpu2"], "there is no node `gpu2`\ndid you mean `gpu1`?"),
-        (["gpu1", "--pool", "here"], "there is no node `gpu1` of pool `here`\nnodes: `local`"),
-        (["gpu1", "--platform", "a100"], "there is no node `gpu1` of platform `a100`"),
+        (["gpu1", "--pool", "here"], "pool `here` has no node `gpu1`\nnodes: `local`"),
+        (["gpu1", "--platform", "a100"], "there is no node `gpu1` with platform `a100`"),
+        (["gpu1", "-p", "here", "--platform", "a100"], "pool `here` has no node `gpu1` with platform `a100`\nnodes: `local`"),
         (["gpu1", "--pool", "nowhere"], "there is no pool `nowhere`"),
     ],
 )

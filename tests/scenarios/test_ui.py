@@ -403,7 +403,8 @@ def check_refused_requests(ui: Ui, workflow: str) -> None:
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"https://127.0.0.1:{port}"):
         assert ui.request("/api/about", Origin=origin, **good)[0] == 403, origin
         assert ui.request(f"/api/workflows/{workflow}/cancel", method="POST", Origin=origin, **good)[0] == 403, origin
-    assert ui.request(f"/api/workflows/{workflow}/cancel", method="POST", **good)[0] == 403  # without an origin
+    code, text = ui.request(f"/api/workflows/{workflow}/cancel", method="POST", **good)
+    assert (code, text) == (403, f"403: the request has no Origin header: add `Origin: {ui.origin}`\n")
     for site in ("cross-site", "same-site"):
         assert ui.request("/api/about", Sec_Fetch_Site=site, **good)[0] == 403
     assert ui.request("/static/../server.py", **good)[0] == 404

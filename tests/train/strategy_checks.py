@@ -332,6 +332,9 @@ def refusals() -> Results:
         "same point": lambda: make_plan(
             new_model(), "pipeline", loss=loss_of, schedule="interleaved_1f1b", split_points=["head"] * 3
         ),
+        "stages with split points": lambda: make_plan(
+            nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of, split_points=["0"]
+        ),
         "first child": lambda: make_plan(new_model(), "pipeline", loss=loss_of, split_points=["embedding"]),
         "unknown module": lambda: make_plan(
             Shifted(), "pipeline", loss=loss_of, example=(torch.ones(2, 8), torch.ones(2, 8)), split_points=["third"]

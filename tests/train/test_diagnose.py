@@ -68,7 +68,10 @@ EXPECTED = {
     "master_unknown": ("master-unreachable", "did not reach no-such-host.invalid, port "),
     "rank_missing": ("rank-missing", "rank 2 (third on gpu3) did not arrive"),
     "rank_twice": ("rank-twice", "rank 2 (third on gpu3) waits for rank 2 itself"),
-    "world_size_differs": ("world-size-mismatch", "rank 0 (master on gpu1) waits for 3 ranks, but the layout has 2"),
+    "world_size_differs": (
+        "world-size-mismatch",
+        "rank 0 (master on gpu1) waits for 3 processes, but the layout has 2 ranks in 2 tasks",
+    ),
     "another_collective": (
         "collective-mismatch",
         (

@@ -274,6 +274,7 @@ def test_a_program_without_a_file_can_launch_only_imported_functions(source: str
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0", "1", "end __main__"]), done.stderr
     refused = run(own)
     assert refused.returncode == 1
+    assert "cannot import `train` or its arguments" in refused.stderr
     assert "this program has no file (it is a notebook, or came from standard input)" in refused.stderr
     assert "%%writefile training.py" in refused.stderr
 

@@ -154,7 +154,9 @@ def _values(items: Sequence[str]) -> dict[str, Secret]:
 def _files(items: Sequence[str]) -> dict[str, Secret]:
     found: dict[str, Secret] = {}
     if sum(item.partition("=")[2] == "-" for item in items) > 1 and not sys.stdin.isatty():
-        raise InputError("standard input can be the value of only one key", hint="use files for the other keys")
+        raise InputError(
+            "--payload-file: only one key can have the value `-` (standard input)", hint="use files for the other keys"
+        )
     for position, item in enumerate(items, 1):
         key, equals, path = item.partition("=")
         if not equals or not path:

@@ -107,7 +107,8 @@ def check(
 
     The check logs in to each node, inspects its Python, disks, clock and GPUs, and tests connections between all pairs of
     nodes. It starts no task and reserves no GPU. If Slurm, Kubernetes or Ray chooses the nodes of a pool, the command
-    checks the pool's settings with that system instead. The exit code is 3 if a gang cannot run on all nodes.
+    checks the pool's settings with that system instead. The exit code is 3 unless a gang can run on all checked nodes
+    together.
     """
     # These modules are imported here, because other commands do not need them.
     from distflow.cli.render.nodes import check_json, check_text
@@ -119,7 +120,7 @@ def check(
         try:
             found = check_pool(
                 client, pool, node or (), hosts=client.hosts(hostfile), settings=settings, all_reduce=all_reduce,
-                paths=path or (), on_progress=lambda text: bottom.show(f"checking: {text} …"),
+                paths=path or (), on_progress=lambda text: bottom.show(f"{text} …"),
             )  # fmt: skip
         finally:
             bottom.clear()
@@ -380,8 +381,8 @@ def set_preference(
 def unset_preference(key: _KeyArgument) -> None:
     """Remove a setting from the profile.
 
-    Without `pool`, commands use the default pool of the configuration again. Without `notify`, distflow notifies only the
-    targets of the configuration and of specs.
+    After `unset pool`, commands use the default pool of the configuration again. After `unset notify`, distflow notifies only
+    the targets of the configuration and of specs.
     """
     _check_key(key)
     with open_client() as client:

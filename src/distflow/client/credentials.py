@@ -74,7 +74,7 @@ def delete_credential(client: Client, name: str) -> None:
     CredentialStore(client.directory.credentials).delete(name)
 
 
-_UNFIT: Mapping[CredentialType, str] = {
+_UNUSABLE_REASONS: Mapping[CredentialType, str] = {
     CredentialType.GENERIC: "",
     CredentialType.REGISTRY: "its type is REGISTRY, and distflow uses it for images automatically; remove it from the task",
     CredentialType.DATA: "its type is DATA, and distflow uses it for storage URLs automatically; remove it from the task",
@@ -140,4 +140,4 @@ def _login(payload: Mapping[str, Secret]) -> Secret:
 
 
 def _known(one: Credential) -> KnownCredential:
-    return KnownCredential(keys=tuple(one.payload), unfit=_UNFIT[one.type])
+    return KnownCredential(keys=tuple(one.payload), unusable_reason=_UNUSABLE_REASONS[one.type])

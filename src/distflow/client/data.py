@@ -174,8 +174,9 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
     goal = parse_url(url, writes=True)
     if goal.scheme in ("file", "sftp") and not goal.key:
+        machine = "this machine" if goal.scheme == "file" else goal.container
         raise InputError(
-            f"cannot delete {goal}: it is the root directory of a machine", hint="use the URL of a directory below it"
+            f"cannot delete `{goal}`: it is the root directory of {machine}", hint="use the URL of a directory below it"
         )
     with _open_store(client, goal) as store:
         wanted = find_removable(store, goal, regex)

@@ -196,7 +196,7 @@ def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) ->
 def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> list[Path]:
     """Write the exported text and copy large files next to it. Raises ``InputError``."""
     if not force and (taken := next((path for path in (file, *large) if os.path.exists(path)), None)):
-        raise InputError(f"{taken} exists already", hint="choose another name, or add --force to replace it")
+        raise InputError(f"`{taken}` exists already", hint="choose another name, or add --force to replace it")
     write_file(file, text, force=force)
     try:
         for path, source in large.items():

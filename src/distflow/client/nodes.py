@@ -98,8 +98,8 @@ def choose_nodes(
     for name in names or ():
         if all(node.name != name for _, node in nodes):
             known = [node.name for _, node in nodes]
-            where = f" of pool `{pool}`" if pool is not None else ""
-            raise NotFound(f"there is no node `{name}`{where}", hint=did_you_mean(name, known, what="nodes"))
+            missing = f"there is no node `{name}`" if pool is None else f"pool `{pool}` has no node `{name}`"
+            raise NotFound(missing, hint=did_you_mean(name, known, what="nodes"))
     if must_exist and not nodes:
         message = f"pool `{pools[0].name}` has no nodes of its own to clean up, because {pools[0].backend} chooses them"
         command = f"distflow node reap --pool {pools[0].name}"

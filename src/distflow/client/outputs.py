@@ -287,7 +287,8 @@ def _make_folders(folders: Mapping[str, Path]) -> None:
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"cannot write to {error.filename or 'the directory'}: {directory_problem(error)}"
+        where = f"`{error.filename}`" if error.filename else "the directory"
+        message = f"cannot write to {where}: {directory_problem(error)}"
         raise StorageError(message, hint="choose another directory") from error
 
 

@@ -136,9 +136,10 @@ def find_node(
     ]
     found = [one for one in members if one.node.name == name and platform in (None, one.node.platform)]
     if not found:
-        where = (f" of pool `{pool}`" if pool else "") + (f" of platform `{platform}`" if platform else "")
+        missing = f"pool `{pool}` has no node `{name}`" if pool else f"there is no node `{name}`"
+        missing += f" with platform `{platform}`" if platform else ""
         known = [one.node.name for one in members if platform in (None, one.node.platform)]
-        raise NotFound(f"there is no node `{name}`{where}", hint=did_you_mean(name, known, what="nodes"))
+        raise NotFound(missing, hint=did_you_mean(name, known, what="nodes"))
     return found
 
 
@@ -198,8 +199,9 @@ def check_pool(
         hosts: Machines to use instead of the nodes of the pool.
         settings: Settings of the nodes that take precedence over those of the pool and the hostfile.
         all_reduce: Whether to run an all-reduce over all nodes with torch, to measure the bandwidth.
-        paths: Paths that must exist on all nodes with the same contents.
-        on_progress: Called with the name of the current check.
+        paths: Files and directories that must exist on all nodes. Different names or sizes of files cause a warning.
+            The contents of files are not compared.
+        on_progress: Called with a description of the progress, such as ``checking nodes: 3 of 8 done, waiting for gpu2``.
 
     Returns:
         The measurements and the verdict. Errors of nodes are part of it and are not raised.
@@ -267,9 +269,11 @@ def _check_engine(pool: Pool, on_progress: Callable[[str], None]) -> PoolCheck:
     finally:
         engine.close()
     worst = next((one for one in findings if one.grade.value == "error"), None)
-    text = f"pool {pool.name} can run gangs" if worst is None else f"pool {pool.name} cannot run every gang: {worst.message}"
+    summary = "can run gangs" if worst is None else f"may be unable to run gangs: {worst.message}"
     return PoolCheck(
-        pool=pool, checked=Checked(nodes=(), pairs=()), verdict=Verdict(can_run=worst is None, text=text, findings=findings)
+        pool=pool,
+        checked=Checked(nodes=(), pairs=()),
+        verdict=Verdict(can_run=worst is None, text=f"pool {pool.name} {summary}", findings=findings),
     )
 
 

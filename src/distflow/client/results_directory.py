@@ -47,7 +47,7 @@ def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | 
                 (folder / name).rename(moved / name)
         marker.write_text(text, encoding="utf-8")
     except OSError as error:
-        message = f"cannot write to {error.filename or folder}: {directory_problem(error)}"
+        message = f"cannot write to `{error.filename or folder}`: {directory_problem(error)}"
         raise StorageError(message, hint="choose another directory") from error
     return True, moved
 

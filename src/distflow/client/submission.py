@@ -291,10 +291,10 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         missing = ", ".join(f"`{name}`" for name in modules if any(name in one.missing for one in lacking))
         paths = {path for one in lacking for path in one.others}
         example = f", such as `{min(paths)}`" if paths else ""
-        other_way = f"add them to {venv.file}" if venv else f"give the path of a Python that has them as `python=`{example}"
+        remedy = f"install the missing modules there, or give the path of a Python that has them as `python=`{example}"
         raise InputError(
             f"the function needs {missing}, missing from {few(pythons)} on {few([one.node for one in lacking])}",
-            hint=f"install the missing modules there, or {other_way}",
+            hint=f"add them to {venv.file}" if venv else remedy,
         )
 
 

@@ -1,4 +1,7 @@
-"""Describe the details of a cause, from the lines that show it; ``None`` if the lines mean another cause. Pure."""
+"""Describe the details of a cause, from the lines that show it; ``None`` if the lines mean another cause.
+
+All functions are pure: they only read their arguments.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,19 @@ def mismatch(case: Case, hits: Sequence[Hit]) -> str:
 def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
     """Return both sizes, or the rank that the layout does not have.
 
-    A timeout of torch counts only if it waits for such a rank, or for another number of ranks or machines than in the layout.
+    A timeout of torch counts only if it waits for such a rank, or for a number of processes that is neither the
+    number of ranks nor the number of tasks with ranks.
     """
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("one"):
             who = case.rank_label(int(found["rank"])) if found.get("rank") else hit.who
             return f"{who} expects {_ranks(found['one'])}, another rank expects {found['other']}"
-        # torchrun's own store counts machines instead of ranks.
+        # torchrun's own store counts its agents, one for each task, instead of ranks.
         counts = (case.world_size, sum(bool(outcome.ranks) for outcome in case.outcomes))
         if found.get("wanted") and case.world_size and int(found["wanted"]) not in counts:
-            return f"{hit.who} waits for {_ranks(found['wanted'])}, but the layout has {case.world_size}"
+            has = f"{count_text(counts[0], 'rank')} in {count_text(counts[1], 'task')}"
+            return f"{hit.who} waits for {found['wanted']} processes, but the layout has {has}"
         if found.get("key") and case.world_size and int(found["key"]) >= case.world_size:
             return f"{hit.who} waits for rank {found['key']}, but the layout ends with rank {case.world_size - 1}"
     return None
@@ -75,7 +80,7 @@ def duplicate_rank(case: Case, hits: Sequence[Hit]) -> str | None:
 def absent_ranks(case: Case, hits: Sequence[Hit]) -> str:
     """Return the missing ranks with their tasks, if they are known, the ranks that waited, and how many arrived.
 
-    A rank that only a key in gloo's store names is not missing if this rank waits, too.
+    A rank that is named only by a key in gloo's store is not missing if it printed a timeout itself.
     """
     waiting = {hit.rank for hit in hits if hit.rank is not None}
     named = [int(rank) for hit in hits for rank in re.findall(r"\d+", hit.match.groupdict().get("ranks") or "")]
@@ -86,6 +91,7 @@ def absent_ranks(case: Case, hits: Sequence[Hit]) -> str:
     if not ranks:
         arrived = waiting if counted and len(waiting) == int(counted.match["there"]) else set()
         ranks = [rank for rank in range(case.world_size) if rank not in arrived] if arrived else []
+    # The lines may leave out ranks, so the number of the others is not known.
     held = ", ".join(case.rank_label(rank) for rank in ranks[:_SHOWN]) + (" and others" if len(ranks) > _SHOWN else "")
     return "; ".join(filter(None, (f"{held} did not arrive" if held else "", f"{_who(hits)} waited", counts)))
 
@@ -158,7 +164,7 @@ def variable(case: Case, hits: Sequence[Hit]) -> str:
 def missing_names(case: Case, hits: Sequence[Hit]) -> str:
     """Return the names of the missing modules, files or commands, and the ranks or tasks that need them."""
     names = list(dict.fromkeys(hit.match[1] for hit in hits))
-    return f"{', '.join(names[:_SHOWN])}: not found by {_who(hits)}"
+    return f"{_listed(names)}: not found by {_who(hits)}"
 
 
 def master(case: Case, hits: Sequence[Hit]) -> str:
@@ -176,7 +182,7 @@ def timeout(case: Case, hits: Sequence[Hit]) -> str:
     long = f" for {seconds_text(int(found['ms']) / 1000)}" if found.get("ms") else ""
     waiting = {hit.outcome.task for hit in hits}
     others = [outcome.place for outcome in case.outcomes if outcome.ranks and outcome.task not in waiting]
-    rest = f"; no timeout was reported by {', '.join(others[:_SHOWN])}" if others else ""
+    rest = f"; no timeout was reported by {_listed(others)}" if others else ""
     return f"{_who(hits)} waited{what}{long}{rest}"
 
 
@@ -202,5 +208,8 @@ def _ranks(number: str) -> str:
 
 
 def _who(hits: Iterable[Hit]) -> str:
-    names = list(dict.fromkeys(hit.who for hit in hits))
+    return _listed(list(dict.fromkeys(hit.who for hit in hits)))
+
+
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {count_text(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else "")

@@ -71,7 +71,8 @@ class StorageUrl:
 
     def shown(self, key: str) -> str:
         """Return the URL of another key in the same container, for messages."""
-        return "/".join(part for part in (f"{self.scheme}://{self.container}", key) if part)
+        container = f"{self.scheme}://{self.container}"
+        return f"{container}/{key}" if key or self.scheme == "file" else container
 
     def below(self, name: str) -> StorageUrl:
         """Return the URL of ``name`` below this one."""
@@ -117,8 +118,8 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         what = "a password" if scheme == "sftp" else "a user or a password"
         message = f"this {scheme}:// URL contains {what}, and distflow does not store secrets in URLs"
         raise SecretInUrl(message, hint=_secret_remedy(scheme))
-    if not container or (scheme == "azure" and "/" not in container):
-        raise InputError(f"`{_without_secrets(text)}` has no {_container_noun(scheme)}", hint=f"write {_SHAPES[scheme]}")
+    if missing := _missing_part(scheme, container):
+        raise InputError(f"`{_without_secrets(text)}` has no {missing}", hint=f"write {_SHAPES[scheme]}")
     _check_parts(key, text)
     return StorageUrl(
         scheme=scheme, container=container, key=key.strip("/"), is_folder=key.endswith("/"), query=query,
@@ -142,15 +143,18 @@ def _split(scheme: str, rest: str) -> tuple[str, str]:
     return container, key
 
 
-def _container_noun(scheme: str) -> str:
+def _missing_part(scheme: str, container: str) -> str:
+    """Return the name of the part that is missing in a container; empty if it is complete."""
     if scheme == "azure":
-        return "account and container"
-    return {"s3": "bucket", "gs": "bucket", "az": "container"}.get(scheme, "host")
+        account, _, inner = container.partition("/")
+        return " and ".join(noun for noun, value in (("account", account), ("container", inner)) if not value)
+    return "" if container else {"s3": "bucket", "gs": "bucket", "az": "container"}.get(scheme, "host")
 
 
 def _file(path: str, text: str) -> StorageUrl:
     if not path.startswith("/"):
-        raise InputError(f"`{_without_secrets(text)}` is not an absolute path", hint="write file:///name, without a host")
+        what = "names a host" if path else "has no path"
+        raise InputError(f"`{_without_secrets(text)}` {what}", hint=f"write {_SHAPES['file']}, without a host")
     _check_parts(path, text)
     return StorageUrl(scheme="file", container="", key=path.strip("/"), is_folder=path.endswith("/") and path != "/")
 

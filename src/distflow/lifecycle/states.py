@@ -96,7 +96,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.EXIT_CODE: "the command ended with an exit code that counts as a failure",
         Reason.SIGNAL: "the command was ended by a signal",
         Reason.OOM_KILLED: "the kernel ended it because memory ran out",
-        Reason.PEER_FAILED: "stopped because another task of its group failed first",
+        Reason.PEER_FAILED: "another task of its group failed first, so it was stopped",
         Reason.EXEC_TIMEOUT: "it ran longer than exec_timeout, or its job reached a time limit",
         Reason.QUEUE_TIMEOUT: "it waited for nodes longer than queue_timeout",
         Reason.START_ERROR: "it could not be started",
@@ -112,7 +112,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.INTERNAL: "distflow itself, or one of its processes on the node, failed",
     }
 )
-"""The meaning of each reason, as a phrase without a capital letter and a full stop."""
+"""The meaning of each reason, as a clause without a capital letter or a full stop."""
 
 OSMO_STATUSES = frozenset({
     "SUBMITTING", "WAITING", "PENDING", "PROCESSING", "SCHEDULING", "INITIALIZING", "RUNNING", "RESCHEDULED", "COMPLETED",

@@ -72,11 +72,11 @@ def task_secrets(launch: Launch, stored: Mapping[str, Secret]) -> TaskSecrets:
     value.
     """
     variables = {
-        name: _value(stored, credential_key(one.name, key), f"the key {key} of the credential {one.name}")
+        name: _value(stored, credential_key(one.name, key), f"the key `{key}` of the credential `{one.name}`")
         for one in launch.credentials
         for name, key in one.variables.items()
     }
-    variables |= {name: _value(stored, name, f"{name} of --set-env") for name in launch.secret_names}
+    variables |= {name: _value(stored, name, f"the value of `--set-env {name}`") for name in launch.secret_names}
     directories = {one.path: _files(stored, one.name) for one in launch.credentials if one.path}
     registry = registry_of(launch.image or "")
     login = stored.get(registry_key(registry)) if registry else None
@@ -87,7 +87,7 @@ def _files(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:
     prefix = credential_key(credential, "")
     found = {name.removeprefix(prefix): _as_file(value) for name, value in stored.items() if name.startswith(prefix)}
     if not found:
-        raise LookupError(f"the credential {credential}")
+        raise LookupError(f"the files of the credential `{credential}`")
     return found
 
 

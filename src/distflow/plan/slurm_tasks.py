@@ -92,7 +92,7 @@ def input_variable(source: DataSpec | EarlierInput) -> str:
 
 
 def as_exported(group: GroupPlan) -> GroupPlan:
-    """Return the group as the script runs it: only at full size, and without Valohai's files and the variables for them."""
+    """Return the group as scripts run it: without smaller sizes of ``elastic``, and without Valohai's files and variables."""
     given = {launch.task: [name for name in launch.environment if name.startswith("VH_")] for launch in group.launches}
 
     def cleaned(launch: Launch) -> Launch:
@@ -186,7 +186,8 @@ def _check_names(launches: Sequence[Launch], node_name: str) -> None:
         of_credentials = (name for one in launch.credentials for name in one.variables)
         taken = sorted(own & {*launch.environment, *launch.secret_names, *of_credentials})
         if taken:
-            raise InputError(f"the task's variable `{taken[0]}` is one that the script itself uses", hint="rename the variable")
+            message = f"task `{launch.task}` sets the variable `{taken[0]}`, which the script itself uses"
+            raise InputError(message, hint="rename the variable")
 
 
 def _identity(launches: Sequence[Launch], position: str) -> list[str]:
@@ -229,7 +230,7 @@ def kinds_of(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
 def _prepared(launch: Launch) -> Launch:
     """Return the launch with only the variables that the script must set.
 
-    Slurm sets the variables for GPUs, and the cluster's administrator those for network interfaces. The task's name and ranks
+    The cluster sets the variables for GPUs, and its administrator those for network interfaces. The task's name and ranks
     become placeholders for variables of the script.
     """
     environment = {name: value for name, value in launch.environment.items() if value != "@@IFNAME@@"}
@@ -362,7 +363,11 @@ def quoted(text: str) -> str:
 
 
 def _end(group: GroupPlan, launches: Sequence[Launch]) -> list[str]:
-    """Return the lines after the command, which apply ``exitActions`` to its exit code and report the end of the lead."""
+    """Return the lines after the command, which apply ``exitActions`` to its exit code.
+
+    If the group ends with its lead, the lead writes its status to ``<lead>.ended`` and exits with 1, so that srun stops the
+    other tasks. The job script then exits with the written status.
+    """
     lines: list[str] = []
     for launch in launches:
         actions = launch.exit_actions

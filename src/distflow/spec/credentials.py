@@ -23,7 +23,7 @@ class KnownCredential(Struct, frozen=True, kw_only=True):
     """A credential of this machine, without its values."""
 
     keys: tuple[str, ...]
-    unfit: str = ""
+    unusable_reason: str = ""
     """The reason why tasks cannot use it; empty if they can."""
 
 
@@ -67,13 +67,15 @@ def check_credentials(
 def _findings(use: CredentialUse, known: Mapping[str, KnownCredential], severity: Severity) -> Iterator[Problem]:
     found = known.get(use.name)
     if found is None:
-        fit = [name for name, one in known.items() if not one.unfit]
+        usable = [name for name, one in known.items() if not one.unusable_reason]
         set_it = f"distflow credential set {use.name} --payload-file KEY=FILE"
-        hint = f"{did_you_mean(use.name, fit, what='credentials')}; or set it: `{set_it}`" if fit else f"set it: `{set_it}`"
+        hint = f"set it: `{set_it}`"
+        if usable:
+            hint = f"{did_you_mean(use.name, usable, what='credentials')}; or {hint}"
         message = f"this machine has no credential `{use.name}`"
         yield Problem(where=use.mark, message=message, hint=hint, severity=severity)
-    elif found.unfit:
-        yield Problem(where=use.mark, message=f"tasks cannot use the credential `{use.name}`", hint=found.unfit)
+    elif found.unusable_reason:
+        yield Problem(where=use.mark, message=f"tasks cannot use the credential `{use.name}`", hint=found.unusable_reason)
     else:
         for key in use.variables.values():
             if key.value not in found.keys:
@@ -113,7 +115,9 @@ def _directory_is_good(entries: View, name: str, directory: Text, places: dict[s
             key=name,
         )
     elif parts[0] == "osmo":
-        entries.add(f"`{value}` is below `/osmo`, which is reserved", "choose another directory", key=name)
+        entries.add(
+            f"`{value}` cannot be used: the directories `/osmo` and `osmo` are reserved", "choose another directory", key=name
+        )
     elif near is not None:
         hint = "use a separate directory for each credential, without other files of the task"
         entries.add(f"the directory `{value}` of the credential `{name}` overlaps `{near}` of {places[near]}", hint, key=name)

@@ -152,7 +152,7 @@ def _path_is_good(entry: View, path: Text) -> bool:
         )
     elif parts[:1] == ["osmo"] and not value.startswith(_OUTPUT):
         entry.add(
-            f"`path: {value}` is below `/osmo`, which is reserved",
+            f"`path: {value}` cannot be used: the directories `/osmo` and `osmo` are reserved",
             f"choose another directory, or `{_OUTPUT}`",
             key="path",
         )

@@ -20,7 +20,8 @@ _LONGEST = 64
 class Namespace(Struct):
     """The names of tasks and groups that were added so far. As in OSMO, ``Group_1`` and ``group-1`` are the same name."""
 
-    _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)
+    _taken: dict[str, tuple[str, Mark, str]] = field(default_factory=dict)
+    """Normalized name → the name, its place, and the origin of a name that distflow made."""
 
     def take(self, name: str, view: View, *, made_from: str = "") -> None:
         """Add the ``name`` of the task or group ``view``, and report a duplicate name.
@@ -36,12 +37,14 @@ class Namespace(Struct):
             return
         key = name.lower().replace("_", "-")
         if key in self._taken:
-            first, place = self._taken[key]
-            same = "the same name" if first == name else f"`{first}`, and names must differ in more than case, `-` and `_`"
+            first, place, origin = self._taken[key]
+            same = "the same name" if first == name else f"`{first}`"
+            rule = "" if first == name else ", and names must differ in more than case, `-` and `_`"
+            used = f"distflow makes {same} from {origin} (line {place.line})" if origin else f"line {place.line} has {same}"
             hint = "rename one of them; tasks and groups share one namespace"
-            view.add(f"the name {shown} is already in use: line {place.line} has {same}", hint, key="name")
+            view.add(f"the name {shown} is already in use: {used}{rule}", hint, key="name")
         else:
-            self._taken[key] = (name, where)
+            self._taken[key] = (name, where, made_from)
 
 
 def lead_position(group: View, tasks: Sequence[View]) -> int | None:
@@ -57,7 +60,10 @@ def lead_position(group: View, tasks: Sequence[View]) -> int | None:
     names = listed(task.string("name") or "?" for task in tasks)
     # The check against the schema reports a `lead` of a wrong type, which may be the missing lead.
     if not leads and tasks and not any(task.has("lead") and task.flag("lead") is None for task in tasks):
-        hint = f"add `lead: true` to one of {names}: the task with rank 0, or without ranks the task whose end ends the group"
+        hint = (
+            f"add `lead: true` to one of {names}. Choose the task with rank 0. If the tasks have no ranks, choose the task "
+            "whose end ends the group"
+        )
         group.add(f"the group `{group.string('name')}` has no lead", hint, key="tasks")
     for position in leads[1:]:
         first = tasks[leads[0]]

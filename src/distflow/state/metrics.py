@@ -20,10 +20,10 @@ __all__ = ["Latest", "Metric", "Scalar", "latest", "number", "parse_metric", "re
 Scalar = str | int | float | bool | None
 """The possible values of a metric."""
 
-_LONGEST = 16 << 10
-_MOST_VALUES = 64
-_LONGEST_TEXT = 200
-_MOST_WHOLE = 1 << 53
+_MAX_LINE_CHARS = 16 << 10
+_MAX_VALUES = 64
+_MAX_TEXT_CHARS = 200
+_MAX_EXACT_INT = 1 << 53
 """Larger whole numbers are not exact as floats. Such a value becomes a text, and a line with such a step is ignored."""
 _PREFIX = re.compile(r"\[[\w ./-]{1,64}\]:?\s*")
 
@@ -34,7 +34,7 @@ class Metric(Struct, frozen=True, kw_only=True):
     task: str
     attempt: int
     rank: int | None
-    """As the line names it, or else the rank whose output has the line; ``None`` if neither is known."""
+    """The rank in the line, or else the rank that printed the line; ``None`` if neither is known."""
     step: int
     values: Mapping[str, Scalar]
     """Without ``step`` and ``rank``. NaN and infinities are texts, because JSON cannot represent them."""
@@ -53,11 +53,11 @@ class Latest(Struct, kw_only=True):
     values: dict[str, Scalar] = field(default_factory=dict)
     """The latest value of each name; some may be older than ``step``."""
 
-    def take(self, metric: Metric) -> None:
+    def update(self, metric: Metric) -> None:
         """Update with a later line. After 256 names, new names are ignored."""
         self.step, self.time = metric.step, metric.time
         for name, value in metric.values.items():
-            if name in self.values or len(self.values) < 4 * _MOST_VALUES:
+            if name in self.values or len(self.values) < 4 * _MAX_VALUES:
                 self.values[name] = value
 
 
@@ -73,14 +73,14 @@ def parse_metric(text: str) -> tuple[int, int | None, dict[str, Scalar]] | None:
     True
     """
     text = text.strip()
-    if not text.endswith("}") or len(text) > _LONGEST:
+    if not text.endswith("}") or len(text) > _MAX_LINE_CHARS:
         return None
     if text.startswith("["):
         prefix = _PREFIX.match(text)
         text = text[prefix.end() :] if prefix else text
     if not text.startswith("{") or '"step"' not in text:
         return None
-    import json  # noqa: PLC0415 (`query` of a workflow without metrics starts without it)
+    import json  # noqa: PLC0415 (`query` needs it only for workflows with metrics)
 
     try:
         record = json.loads(text)
@@ -90,7 +90,7 @@ def parse_metric(text: str) -> tuple[int, int | None, dict[str, Scalar]] | None:
     if step is None:
         return None
     values = {name: _scalar(value) for name, value in record.items() if not isinstance(value, list | dict)}
-    return step, rank, dict(list(values.items())[:_MOST_VALUES])
+    return step, rank, dict(list(values.items())[:_MAX_VALUES])
 
 
 def read_metrics(lines: Iterable[LogLine], *, rank: int | None = None) -> Iterator[Metric]:
@@ -100,9 +100,9 @@ def read_metrics(lines: Iterable[LogLine], *, rank: int | None = None) -> Iterat
         if found is None:
             continue
         step, named, values = found
-        by = line.rank if named is None else named
-        if rank in (None, by):
-            yield Metric(task=line.task, attempt=line.attempt, rank=by, step=step, values=values, time=line.time)
+        line_rank = line.rank if named is None else named
+        if rank in (None, line_rank):
+            yield Metric(task=line.task, attempt=line.attempt, rank=line_rank, step=step, values=values, time=line.time)
 
 
 def latest(metrics: Iterable[Metric]) -> list[Latest]:
@@ -119,7 +119,7 @@ def latest(metrics: Iterable[Metric]) -> list[Latest]:
         attempts[metric.task] = metric.attempt
         if metric.rank not in ranks:
             ranks[metric.rank] = Latest(task=metric.task, attempt=metric.attempt, rank=metric.rank)
-        ranks[metric.rank].take(metric)
+        ranks[metric.rank].update(metric)
     return [
         one for ranks in tasks.values() for _, one in sorted(ranks.items(), key=lambda pair: (pair[0] or 0, pair[0] is None))
     ]
@@ -131,7 +131,7 @@ def number(value: Scalar) -> float | None:
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_WHOLE:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_EXACT_INT:
         return value
     return None
 
@@ -141,6 +141,6 @@ def _scalar(value: Scalar) -> Scalar:
         return value
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, int) and abs(value) > _MOST_WHOLE:
-        return str(value)[:_LONGEST_TEXT]
-    return value[:_LONGEST_TEXT] if isinstance(value, str) else value
+    if isinstance(value, int) and abs(value) > _MAX_EXACT_INT:
+        return str(value)[:_MAX_TEXT_CHARS]
+    return value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value

@@ -42,7 +42,8 @@ def is_read_only(path: Path) -> bool:
 def copy_to_read(path: Path) -> TemporaryDirectory[str]:
     """Copy the file and its latest writes to a temporary directory.
 
-    SQLite needs write access to the directory of a database in WAL mode, even to read it.
+    SQLite needs write access to the directory of a database in WAL mode, even to read it. Raises ``OSError``, or ``StateError``
+    if no temporary directory can be created.
     """
     import shutil  # noqa: PLC0415  these two are needed only here, and would slow down every other start
     import tempfile  # noqa: PLC0415
@@ -50,7 +51,10 @@ def copy_to_read(path: Path) -> TemporaryDirectory[str]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="distflow-")
     except FileNotFoundError:
-        raise OSError(30, "it is not writable, and neither is any directory for temporary files", str(path)) from None
+        raise StateError(
+            f"cannot use {path}: it is read-only, and no directory for a temporary copy of it is writable",
+            hint="set TMPDIR to a writable directory with free space",
+        ) from None
     try:
         for ending in _ENDINGS:
             with contextlib.suppress(FileNotFoundError) if ending else contextlib.nullcontext():

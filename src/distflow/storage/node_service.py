@@ -5,8 +5,9 @@ Like the services of ``runtime``, it runs with the node's Python, but from a sep
 supervisor relays the data. An old Python (3.8 or 3.9) must be able to parse this file and to run ``serve``, ``_Reporter`` and
 the version check. Modules that need a newer Python are therefore imported in functions, after that check.
 
-Standard input: one line with the request, whose credentials stay in memory. Standard output: a line ``{"done": n, "total": m}``
-every second, and finally ``{"files", "size", "label"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
+Standard input: one line with the request, whose credentials stay in memory, then an empty line every few seconds. Standard
+output: a line ``{"done": n, "total": m}`` every second, and finally ``{"files", "size", "label"}``, ``{"relay": why}`` or
+``{"error": {"kind", "message"}}``.
 The service ends with its connection, and when it receives nothing for 30 s. See docs/agent-protocol.md.
 """
 
@@ -99,7 +100,7 @@ def _move(root: str, request: dict[str, Any], identity: Identity, reporter: _Rep
     missing = _missing_package("fsspec", package_of(url, identity.credentials))
     if missing:
         return {"relay": f"{sys.executable} has no {missing} (for direct transfers: {sys.executable} -m pip install {missing})"}
-    os.environ.update(request["environment"])  # that of the pool and the node, for example HTTPS_PROXY
+    os.environ.update(request["environment"])  # set in the pool and the node, for example HTTPS_PROXY
     _use_identity(identity)
     store, retries = open_objects(url, identity.credentials), Retries(pauses_s=request["pauses_s"])
     if is_input:
@@ -138,7 +139,7 @@ def _missing_package(*packages: str) -> str:
 
 
 def _use_identity(identity: Identity) -> None:
-    """Authenticate as the submitter. Ignore credentials in this node's variables and AWS files."""
+    """Authenticate as the workflow's user. Ignore credentials in this node's variables and AWS files."""
     from distflow.storage.credentials import DRIVER_VARIABLES  # noqa: PLC0415
 
     for name in [one for one in os.environ if one.startswith(DRIVER_VARIABLES)]:
@@ -181,6 +182,6 @@ class _Reporter:
 
 
 def _end_with_connection(peer: Peer) -> None:
-    """End this process with the connection, or when the submitter stops sending its empty lines."""
+    """End this process with the connection, or when the supervisor stops sending its empty lines."""
     peer.line(_MOST_LINE_BYTES)
     os._exit(1)

@@ -1,8 +1,8 @@
 """Find a failed task's own reports of its failure: torch's error file, tracebacks in its output, torchrun's report. Pure.
 
-Without torch's ``@record`` and distflow's launcher, a script leaves no error file. Its traceback is only in the output, between
-the output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
-(``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
+A script that uses neither torch's ``@record`` nor distflow's launcher leaves no error file. Its traceback is only in the
+output, between the output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and
+2.13 (``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 
-_LAST = 8
+_LAST_LINES = 8
 """The number of last lines that can explain an end. The task may have recovered from errors in earlier lines."""
-_NEAR = 20
+_MAX_LINES_AFTER = 20
 """The maximum number of lines after a fatal traceback: libraries print warnings while the interpreter exits."""
 _SIGNAL_EXIT_CODES = (-9, -15, 137, 143)
 """Exit codes of processes that SIGKILL or SIGTERM ended, not an exception."""
@@ -132,7 +132,7 @@ def _rank_exceptions(
     if not reported:
         if not is_by_exception:
             return {}
-        last = {(one.rank, one.local_rank): one for one in printed if one.last_line >= len(own) - _NEAR}
+        last = {(one.rank, one.local_rank): one for one in printed if one.last_line >= len(own) - _MAX_LINES_AFTER}
         return {None: _most_informative(list(last.values()))} if last else {}
     failed = [one for one in reported if one.exit_code not in _SIGNAL_EXIT_CODES]
     anonymous = [one for one in printed if one.rank is None and one.local_rank is None]
@@ -144,7 +144,7 @@ def _rank_exceptions(
         # Lines without a label may be from any rank: consider as many of the last exceptions as there are failed ranks.
         candidates = own_exceptions[-1:] or anonymous[-len(failed) :]
         if one.exit_code not in _PYTHON_EXIT_CODES:
-            candidates = [each for each in candidates if each.last_line >= len(own) - _NEAR]
+            candidates = [each for each in candidates if each.last_line >= len(own) - _MAX_LINES_AFTER]
         if candidates:
             found[one] = _most_informative(candidates)
     return found
@@ -176,7 +176,7 @@ def _reports_lost_peer(detail: str, lines: Sequence[str], failed: ReportedRank |
     if detail:
         return is_symptom(detail)
     if failed is None:
-        return any(is_symptom(line) for line in lines[-_LAST:])
+        return any(is_symptom(line) for line in lines[-_LAST_LINES:])
     # The other ranks lost their peer, too, so only the output of the first one counts. A signal leaves no message.
     return failed.exit_code > 0 and any(is_symptom(line) for line in lines if line.startswith(f"[rank{failed.rank}]"))
 
@@ -195,8 +195,10 @@ _LINKS = ("The above exception was the direct cause of", "During handling of the
 """Lines between two tracebacks of one failure; the last one is of ``torch.multiprocessing``."""
 _HARMLESS = ("Exception ignored in", "Exception in thread")
 """Lines before a traceback after which the process continues."""
-_MORE = 20
+_MAX_MESSAGE_LINES = 20
 """The maximum number of lines of a message after its first one. Torch's label must show that they belong to it."""
+_MAX_LINES_BETWEEN = 19
+"""The maximum number of lines between a traceback and the ``Original Traceback`` of the same failure below it."""
 _LONGEST = 100
 """The maximum number of lines of a traceback that are kept, half of them from each end."""
 _WIDEST = 500
@@ -232,7 +234,10 @@ class PrintedException(Struct, frozen=True, kw_only=True):
     traceback: str
     """The traceback, together with the exceptions that led to it."""
     text: str
-    """All lines of the message. For an ``ExceptionGroup``, that of a member that reports its own failure, if any."""
+    """All lines of the message.
+
+    For an ``ExceptionGroup``, the message of the first member that reports its own failure, or else of the first member.
+    """
     rank: int | None = None
     """The rank that printed it, if each rank has its own output or torch labeled the lines; otherwise ``None``."""
     is_labeled: bool = False
@@ -345,7 +350,7 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
             shown = [stream.lines[position][1].strip()]
             position += 1
         at, end = position - 1, position
-        while end < len(stream.lines) and end < position + _MORE and stream.lines[end][2]:
+        while end < len(stream.lines) and end < position + _MAX_MESSAGE_LINES and stream.lines[end][2]:
             if _TRACEBACK.fullmatch(stream.lines[end][1]) or stream.lines[end][1].startswith(_LINKS):
                 break
             end += 1
@@ -365,7 +370,7 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
 def _is_linked(stream: _Stream, after: int, begin: int) -> bool:
     """Return whether the traceback at ``begin`` belongs to the same failure as the one that ended before ``after``."""
     if stream.lines[begin][1].startswith("Original "):
-        return begin - after < _MORE
+        return begin - after <= _MAX_LINES_BETWEEN
     between = [text for _, text, _ in stream.lines[max(after, begin - 3) : begin] if text.strip()]
     return bool(between) and between[-1].startswith(_LINKS)
 

@@ -607,5 +607,6 @@ def secrets_of(workflow: StoredWorkflow, command: Prepare, folder: Path) -> Task
         remedy = "submit the workflow again, or make the files readable if access was denied"
         raise StateError(f"cannot read the secrets in `{folder}`: {error}; {remedy}") from error
     except LookupError as error:
-        raise StateError(f"the workflow's copy of {error.args[0]} is missing; submit the workflow again") from error
+        message = f"the stored secrets of the workflow do not contain {error.args[0]}; submit the workflow again"
+        raise StateError(message) from error
     return replace(secrets, token=token)

@@ -1,5 +1,6 @@
-"""Hosts in network namespaces, whose links tests can cut, restore and make lossy; and memory limits. Both need root.
+"""Test hosts in network namespaces, and memory cgroups for tests. Both need root.
 
+Tests can cut and restore the link of a host, and drop packets on it.
 Names of hosts and bridges contain the id of the test process. Concurrent test runs therefore do not collide, and the next
 run recognizes and removes those of a killed run.
 """
@@ -115,9 +116,9 @@ class NetnsHost:
             raise RuntimeError("the host has no running sshd: call `open` first")
         return self._sshd
 
-    def open(self, bridge: str, inside: str = "") -> None:
-        """Create the namespace, connect it to ``bridge`` in the namespace ``inside`` (or this machine), and start its sshd."""
-        namespace, link, in_bridge = self.namespace, self._link, ("-n", inside) if inside else ()
+    def open(self, bridge: str, bridge_namespace: str = "") -> None:
+        """Create the namespace, connect it to ``bridge`` in ``bridge_namespace`` (empty: this machine), and start its sshd."""
+        namespace, link, in_bridge = self.namespace, self._link, ("-n", bridge_namespace) if bridge_namespace else ()
         _ip("netns", "add", namespace)
         _ip(*in_bridge, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip(*in_bridge, "link", "set", link, "master", bridge, "up")
@@ -127,7 +128,7 @@ class NetnsHost:
         # With a permanent neighbor entry, packets to a host that is cut off are lost; otherwise "no route" follows after 3 s.
         mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
         _ip(*in_bridge, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
-        options = {"port": 22, "alias": namespace, "is_reachable": not inside, **self._options}
+        options = {"port": 22, "alias": namespace, "is_reachable": not bridge_namespace, **self._options}
         self._sshd = Sshd(self._directory, self.address, prefix=self._sshd_prefix(), **options)  # type: ignore[arg-type]
         self._sshd.start()
 

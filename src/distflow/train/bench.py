@@ -1,6 +1,7 @@
 """Measure how ranks communicate: ``python -m distflow.train.bench allreduce | scaling``.
 
-It starts ranks on this machine, or joins the world of a launcher (``RANK`` is set). Times are medians that omit warm-up rounds.
+Both start ranks on this machine. If a launcher has set ``RANK``, ``allreduce`` joins its world instead, and ``scaling`` is
+refused. Times are medians that omit warm-up rounds.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
 def step_time(*, batch_size: int = 1024) -> float:
     """Return the median seconds of a training step of four layers under DDP. The ranks divide the global batch."""
     torch.manual_seed(0)
-    place = world()
+    current_world = world()
     layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    model = place.parallelize(layers, "ddp").model
+    model = current_world.parallelize(layers, "ddp").model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs = torch.randn(batch_size, 256).tensor_split(place.size)[place.rank].to(place.device)
+    parts = torch.randn(batch_size, 256).tensor_split(current_world.size)
+    inputs = parts[current_world.rank].to(current_world.device)
 
     def step() -> None:
         model(inputs).square().mean().backward()
@@ -121,8 +123,8 @@ def _start(ranks: int, measure: Callable[[], Any], backend: str) -> Any:
 
 
 def _rank(measure: Callable[[], Any], path: Path, backend: str) -> None:
-    place, result = init(backend), measure()
-    if place.rank == 0:
+    current_world, result = init(backend), measure()
+    if current_world.rank == 0:
         path.write_text(json.dumps(result))
     finish()
 

@@ -298,8 +298,9 @@ def test_failed_queries_are_reported_and_a_lost_answer_causes_no_second_job(slur
     with pytest.raises(NodeUnreachable, match=r"login: `squeue` failed: slurm_load_jobs error: Unable to contact"):
         engine.states({job: TASKS})
     login.answer = Completed(exit_code=0, stdout=b"something else\n", stderr=b"")
-    with pytest.raises(NodeUnreachable, match="the answer does not have the requested format"):
+    with pytest.raises(NodeUnreachable, match="the answer does not have the requested format") as malformed:
         engine.states({job: TASKS})
+    assert "not a wrapper" in malformed.value.hint
     login.answer = Completed(exit_code=127, stdout=b"", stderr=b"sh: exec: squeue: not found\n")
     with pytest.raises(RequestRefused, match="`squeue` was not found") as caught:
         open_engine(slurm, login=login).request(make_request(1))

@@ -88,6 +88,8 @@ def test_a_strict_connection_does_not_write_known_hosts(server: Sshd, reach: Rea
     with pytest.raises(HostKeyUnknown):
         works(reach(server, known_hosts_files=(str(tmp_path / "none" / "known_hosts"),)))
     assert not (tmp_path / "none").exists()
+    with pytest.raises(HostKeyUnknown, match="names no file of known host keys: set `UserKnownHostsFile`"):
+        works(reach(server, known_hosts_files=()))
 
 
 @pytest.mark.parametrize("content", ["", "# a comment without newline at its end"])

@@ -59,7 +59,7 @@ def test_a_junit_report_has_the_first_cause_as_its_only_failure() -> None:
     assert "]]>&<x>" in (failure.text or "")
     skipped = root.find("testsuite/testcase[@name='master']/skipped")
     assert skipped is not None
-    assert skipped.get("message") == "stopped because another task of its group failed first"
+    assert skipped.get("message") == "another task of its group failed first, so it was stopped"
 
 
 def test_a_junit_report_has_a_case_for_a_group_that_failed_without_a_task() -> None:

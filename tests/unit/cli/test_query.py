@@ -187,7 +187,7 @@ def test_watch_prints_every_change_and_ends_with_the_workflow(screen: Screen) ->
         "training: RUNNING",
         "digits-1: FAILED",
         "training: FAILED: worker: exit code 1: RuntimeError: shapes differ",
-        "master: FAILED: stopped because another task of its group failed first",
+        "master: FAILED: another task of its group failed first, so it was stopped",
         "worker: FAILED: exit code 1: RuntimeError: shapes differ",
     ]
 

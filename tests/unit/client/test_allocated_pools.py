@@ -74,4 +74,5 @@ def test_a_preflight_checks_the_engine(tmp_path: Path, monkeypatch: pytest.Monke
     spec.write_text(SPEC.replace("KIND", "preferred"))
     with Client() as client:
         found = check_planned(plan(client, SubmitRequest(spec=str(spec)))).verdict
-    assert (found.can_run, found.text) == (False, "pool hpc cannot run every gang: `scontrol` failed: the controller is gone")
+    assert not found.can_run
+    assert found.text == "pool hpc may be unable to run gangs: `scontrol` failed: the controller is gone"

@@ -84,10 +84,10 @@ def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
     assert "#   FILES_DIR  the directory of the files that are too large for the script." in script
     assert "#              one.sbatch.files in the current directory.\n" in script
     assert run(["workflow", "export", spec, "--to", "slurm", "--output", "job/one.sbatch"]) == 2
-    assert "job/one.sbatch exists already" in capsys.readouterr().err
+    assert "`job/one.sbatch` exists already" in capsys.readouterr().err
     (folder / "job/one.sbatch").unlink()
     assert run(["workflow", "export", spec, "--to", "slurm", "--output", "job/one.sbatch"]) == 2
-    assert "job/one.sbatch.files/big.bin exists already" in capsys.readouterr().err
+    assert "`job/one.sbatch.files/big.bin` exists already" in capsys.readouterr().err
     exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch", "--force")
 
 
@@ -167,9 +167,9 @@ def test_debug_of_a_group_without_ranks_is_exported_to_osmo(capsys: pytest.Captu
 @pytest.mark.parametrize("name", ["task_dir", "address_only"])
 def test_a_spec_cannot_set_a_variable_that_the_script_uses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(environment={name: "x"}), "--to", "slurm"]) == 2
-    assert f"the task's variable `{name}` is one that the script itself uses" in capsys.readouterr().err
+    assert f"task `only` sets the variable `{name}`, which the script itself uses" in capsys.readouterr().err
     assert run(["workflow", "export", one_task(), "--to", "slurm", "--set-env", f"{name}=x"]) == 2
-    assert f"the task's variable `{name}` is one that the script itself uses" in capsys.readouterr().err
+    assert f"task `only` sets the variable `{name}`, which the script itself uses" in capsys.readouterr().err
 
 
 def test_programs_for_valohai_cause_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,7 +193,7 @@ def test_an_indexed_job_that_would_not_be_retried_is_an_error(capsys: pytest.Cap
 def test_a_spec_cannot_set_a_variable_that_the_pods_use(capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of({"name": "a", "environment": {"node_name": "x"}})
     assert run(["workflow", "export", spec, "--to", "kubernetes", "--pool", "pods"]) == 2
-    assert "the task's variable `node_name` is one that the script itself uses" in capsys.readouterr().err
+    assert "task `a` sets the variable `node_name`, which the script itself uses" in capsys.readouterr().err
 
 
 def test_a_manifest_with_secrets_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def test_directory_with_other_files_is_not_marked(tmp_path: Path) -> None:
     assert claim_directory(tmp_path, FIRST) == (False, None)
     assert _files(tmp_path) == {"mine"}
     assert not (tmp_path / RESULTS_MARKER).exists()
-    with pytest.raises(StorageError, match="mine: it is not a directory"):
+    with pytest.raises(StorageError, match="mine`: it is not a directory"):
         claim_directory(tmp_path / "mine", FIRST)
 
 

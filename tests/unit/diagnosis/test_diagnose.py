@@ -183,7 +183,14 @@ def test_torchruns_store_may_count_nodes_instead_of_ranks() -> None:
     (diagnosis,) = diagnose(case(line, other="step 12"))
     assert (diagnosis.key, diagnosis.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 arrived")
     (wrong,) = diagnose(case(line.replace("1/2", "15/24"), other="step 12"))
-    assert (wrong.key, wrong.found) == ("world-size-mismatch", "worker on gpu2 waits for 24 ranks, but the layout has 16")
+    expected = "worker on gpu2 waits for 24 processes, but the layout has 16 ranks in 2 tasks"
+    assert (wrong.key, wrong.found) == ("world-size-mismatch", expected)
+
+
+def test_a_long_list_of_names_is_shortened_with_the_number_of_the_others() -> None:
+    missing = [f"ModuleNotFoundError: No module named 'module{number}'" for number in range(11)]
+    (diagnosis,) = diagnose(case(*missing, other="step 12"))
+    assert "module7 and 3 others: not found by worker on gpu2" in diagnosis.found
 
 
 def test_a_key_names_a_rank_only_in_the_default_process_group() -> None:

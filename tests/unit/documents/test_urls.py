@@ -40,12 +40,15 @@ def test_a_url_is_parsed_into_its_parts(text: str, scheme: str, container: str, 
         ("azur://account/c", "did you mean `azure`?"),
         ("s3://", "has no bucket"),
         ("s3:///x", "has no bucket"),
-        ("azure://account", "has no account and container"),
+        ("azure://", "has no account and container"),
+        ("azure://account", "`azure://account` has no container"),
+        ("azure:///container/x", "has no account\nwrite azure://account/container/path"),
         ("https://", "has no host"),
         ("s3://bucket/a/../b", "contains `.`, `..` or an empty part"),
         ("s3://bucket/a//b", "contains `.`, `..` or an empty part"),
         ("/data/./x", "contains `.`, `..` or an empty part"),
-        ("file://data/x", "not an absolute path"),
+        ("file://data/x", "names a host\nwrite file:///directory/name, without a host"),
+        ("file://", "`file://` has no path"),
         ("s3://bucket/*.pt", "contains a `*`"),
         ("s3://bucket/a\nb", "control character"),
         ("https://ada:pass-word@host/x", "does not store secrets in URLs"),
@@ -75,6 +78,10 @@ def test_a_query_is_never_shown() -> None:
     with pytest.raises(InputError) as caught:
         parse_url("ftp://host/a?sig=0123")
     assert "0123" not in str(caught.value)
+
+
+def test_the_root_directory_is_shown_as_a_valid_url() -> None:
+    assert str(parse_url("/")) == str(parse_url("file:///")) == "file:///"
 
 
 def test_below_appends_to_the_key() -> None:

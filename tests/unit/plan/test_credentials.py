@@ -33,9 +33,9 @@ def test_credentials_become_variables_and_directories() -> None:
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
-        (launch(PlannedCredential(name="wandb", variables={"A": "gone"})), "the key gone of the credential wandb"),
-        (launch(PlannedCredential(name="wand", path="files/x")), "the credential wand"),
-        (launch(names=("OTHER",)), "OTHER of --set-env"),
+        (launch(PlannedCredential(name="wandb", variables={"A": "gone"})), "the key `gone` of the credential `wandb`"),
+        (launch(PlannedCredential(name="wand", path="files/x")), "the files of the credential `wand`"),
+        (launch(names=("OTHER",)), "the value of `--set-env OTHER`"),
     ],
 )
 def test_the_error_names_the_missing_value(given: Launch, missing: str) -> None:

@@ -14,7 +14,7 @@ from distflow.spec.parse import load_spec_text
 KNOWN = {
     "wandb": KnownCredential(keys=("api_key", "entity")),
     "deploy": KnownCredential(keys=("key",)),
-    "store": KnownCredential(keys=("access_key",), unfit="its type is DATA"),
+    "store": KnownCredential(keys=("access_key",), unusable_reason="its type is DATA"),
 }
 
 

@@ -509,7 +509,7 @@ class AllocatedBackend:
             return
         held.over = state
         is_lost = not held.recovers_until and not all(held.attempts.values())
-        if (state.reason is None or state.may_follow_ends) and is_lost and self._engine.login_transport() is not None:
+        if (state.reason is None or state.tasks_may_have_ended) and is_lost and self._engine.login_transport() is not None:
             self._recover(held)
         elif time.monotonic() >= held.recovers_until:
             self._finish(held, state)

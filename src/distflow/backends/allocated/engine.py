@@ -133,10 +133,10 @@ class Over(Struct, frozen=True, kw_only=True):
     """The hosts that caused the end, if the engine names any."""
     is_failure: bool = False
     """Whether distflow's programs on the nodes failed, so that another allocation would fail too."""
-    may_follow_ends: bool = False
+    tasks_may_have_ended: bool = False
     """Whether tasks may have ended on their own before the event in ``reason``.
 
-    The backend then reads the recorded ends on the login node before it reports ``reason``.
+    The backend then reads the recorded ends of attempts on the login node, if there is one, before it reports ``reason``.
     """
 
 

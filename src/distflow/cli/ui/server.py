@@ -107,7 +107,7 @@ class _Guard:
         if is_foreign or (site not in ("same-origin", "none") and not is_link):
             return _refused("the request comes from another site")
         if request.method not in ("GET", "HEAD") and origin is None:
-            return _refused("the request has no Origin header")
+            return _refused(f"the request has no Origin header: add `Origin: http://{host}`")
         if scope["path"] == "/" and self._is_token(request.query_params.get("token", "")):
             # Not an HTTP redirect: if another site has the link, browsers follow the redirect without the new cookie.
             response = HTMLResponse(_WELCOME)

@@ -318,5 +318,8 @@ def _range(text: str, whole: str) -> range:
             hint="use LOCAL or LOCAL:REMOTE, such as 8080:80, or a range such as 8000-8003",
         )
     if dash and int(first) >= int(last):
-        raise InputError(f"--port {whole}: the range {text} does not end with a larger port")
+        raise InputError(
+            f"--port {whole}: the last port of the range `{text}` is not larger than its first port",
+            hint="write the smaller port first, or a single port",
+        )
     return range(int(words[0]), int(words[1]) + 1)

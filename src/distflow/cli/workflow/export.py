@@ -80,8 +80,8 @@ def export_workflow(
 ) -> None:
     """Write a spec as a script for Slurm, as manifests of Kubernetes or Kubeflow Trainer, or as a spec for OSMO.
 
-    The script or the manifests need no distflow on the cluster. Most parts of the spec that Slurm or OSMO does not
-    support cause warnings, which are also comments in the output. Parts that manifests cannot express are errors. Secrets
+    The script or the manifests need no distflow on the cluster. Each part of the spec that the script or the spec for OSMO
+    leaves out causes a warning, which is also a comment in the output. Parts that manifests cannot express are errors. Secrets
     are never written.
     """
     if to is _Target.OSMO and (unused := _unused_option(pool, python, setup, env)):

@@ -149,7 +149,7 @@ def check_nodes(planned: PlannedWorkflow, hostfile: str | None) -> None:
 
     bottom = BottomLine(sys.stderr)
     try:
-        found = check_planned(planned, on_progress=lambda text: bottom.show(f"checking: {text} …")).verdict
+        found = check_planned(planned, on_progress=lambda text: bottom.show(f"{text} …")).verdict
     finally:
         bottom.clear()
     paint = Paint.of(sys.stderr)

@@ -55,13 +55,13 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSa
     """
     summary = _package("tensorboard.summary", "tensorboard", "TensorBoard files")
     if os.path.exists(folder):
-        raise InputError(f"{folder} exists already", hint="remove it, or use another directory")
+        raise InputError(f"`{folder}` exists already", hint="remove it, or use another directory")
     try:
         folder.mkdir(parents=True)
         return _write(lambda name: _TensorBoardRun(summary, folder / name), metrics, samples)
     except OSError as error:
         hint = "free some space, or use another directory"
-        raise InputError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
+        raise InputError(f"`{folder}` cannot be written: {error.strerror or error}", hint=hint) from error
 
 
 def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:

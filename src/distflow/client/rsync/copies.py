@@ -90,7 +90,7 @@ def local_path(path: str) -> str:
 def remote_path(path: str) -> str:
     """Return a remote path for rsync, which runs in the task's working directory.
 
-    ``{{output}}`` and the paths of OSMO's containers are replaced.
+    ``{{output}}`` and the directories of OSMO's and Valohai's containers (``KNOWN_PLACES``) are replaced by the task's own.
 
     >>> remote_path("{{output}}/logs"), remote_path("/osmo/run/workspace/src/"), remote_path("src"), remote_path("/scratch")
     ('../output/logs', '../work/src/', 'src', '/scratch')
@@ -213,7 +213,9 @@ def start_sync(
 
 
 def start_sync_to_first_lead(client: Client, record: WorkflowRecord, local: str, remote: str) -> Sync:
-    """Start a background copy to the lead task of a workflow's first group. It waits until the task is running.
+    """Start a background copy to the lead task of a workflow's first group, which may not be running yet.
+
+    The background process waits until the task is running. This function does not.
 
     Args:
         client: The client whose store has the workflow.
@@ -293,7 +295,7 @@ def _check_task(client: Client, workflow: str, task: str | None, connect_timeout
     if code:
         raise NodeError(
             found.node.name,
-            "rsync is not in the node's PATH; the task's container and `setup` are not used",
+            "rsync is not in the node's PATH (rsync runs outside the task's container and without `setup`)",
             hint=f"install it on the node, {_INSTALL}",
         )
     return record, one.name, found.node.name

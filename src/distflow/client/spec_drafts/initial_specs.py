@@ -155,7 +155,7 @@ def write_file(file: Path, text: str, *, force: bool) -> None:
             raise InputError(
                 f"{file} cannot be written: {error.filename} is not a directory", hint="choose another path"
             ) from None
-        raise InputError(f"{file} exists already", hint="choose another name, or add --force to replace it") from None
+        raise InputError(f"`{file}` exists already", hint="choose another name, or add --force to replace it") from None
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}", hint="choose another path") from error
 

@@ -238,10 +238,10 @@ def _regroup_hint(spec: WorkflowSpec, group: GroupSpec) -> str:
 # -- rules over a whole world -----------------------------------------------------------------------------------------
 
 
-def _gpus(spec: WorkflowSpec, members: Sequence[WorldMember], before: Sequence[Problem]) -> list[Problem]:
+def _gpus(spec: WorkflowSpec, members: Sequence[WorldMember], known_problems: Sequence[Problem]) -> list[Problem]:
     """Return problems of tasks with more ranks than GPUs, one for all tasks with the same resource and number of ranks.
 
-    Numbers that ``before`` already reports are left out.
+    Numbers that a problem in ``known_problems`` already corrects are left out.
     """
     over: dict[tuple[str, int], list[tuple[WorldMember, Claim]]] = {}
     for member in members:
@@ -249,7 +249,7 @@ def _gpus(spec: WorkflowSpec, members: Sequence[WorldMember], before: Sequence[P
         gpus = member.claims.gpus
         if claim is None or claim.number is None or not gpus or claim.number <= gpus:
             continue
-        if not any(problem.where == claim.where and claim.text in problem.hint for problem in before):
+        if not any(problem.where == claim.where and claim.text in problem.hint for problem in known_problems):
             over.setdefault((member.claims.task.resource, claim.number), []).append((member, claim))
     problems: list[Problem] = []
     for (name, size), found in over.items():

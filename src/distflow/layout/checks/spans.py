@@ -168,8 +168,9 @@ def undefined_size(member: WorldMember, claim: Claim, hint: str) -> Problem:
 def _sizes(members: Sequence[WorldMember]) -> list[int | None]:
     """Return each task's size, ``None`` if unknown.
 
-    A ``ranks`` field without a size means one rank for each GPU, or one rank without GPUs. If then one size is missing and the
-    tasks state one world size, the missing size is the rest. Otherwise each missing size is the number of GPUs.
+    A ``ranks`` field without a size means one rank for each GPU, or one rank without GPUs. If exactly one size is still missing
+    and all stated world sizes agree, it is the world size minus the other sizes, or unknown if that is not positive. Otherwise
+    each missing size is the number of GPUs.
     """
     sizes: list[int | None] = []
     for member in members:
@@ -291,7 +292,7 @@ class _Mistake:
 
     def _several_numbers(self) -> Problem:
         """Return the problem of a layout with several wrong numbers. Its hint gives the tasks consecutive ranks."""
-        # Tasks without an offset stay behind the task before them, because its change moves them.
+        # A task without an offset follows the task before it. A change of that task's offset moves both, so they stay together.
         heads: list[int] = []
         for at, row in enumerate(self.rows):
             heads.append(heads[-1] if heads and row.offset is None else at)

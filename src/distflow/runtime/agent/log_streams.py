@@ -103,7 +103,7 @@ class LogStreams:
         """Start a stream at an offset of the file ``name``. A stream with the same number is replaced."""
         segment = log_files.parse(name)
         if segment is None:
-            raise OpError("bad_request", "`file` must be the name of an output file")
+            raise OpError("bad_request", "`file` must be the name of a log file, such as `output.log`")
         if offset < 0:
             raise OpError("bad_request", "`offset` must not be negative")
         self.remove(stream)

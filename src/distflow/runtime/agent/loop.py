@@ -54,7 +54,7 @@ class Loop:
                 heapq.heappop(self._timers)[2]()
 
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
-        """Call back when ``fd`` is ready. Events 0 end the watch.
+        """Call ``callback`` when ``fd`` is ready. If ``events`` is 0, stop watching it.
 
         If ``fd`` is watched already, other events and their callback replace the old ones; with the same events, the old
         callback stays.

@@ -134,7 +134,7 @@ REMEDY = "install uv, or the package python3-venv of the node's system"
 def tools(path: str) -> Json:
     """Return the tools that can build environments: ``uv`` is the path of uv or None, and ``pip`` whether pip can be used.
 
-    uv is searched in ``path`` (a PATH), and then in ``~/.local/bin`` and ``~/.cargo/bin``.
+    uv is searched for in ``path`` (a PATH), and then in ``~/.local/bin`` and ``~/.cargo/bin``.
     """
     from importlib.util import find_spec
 

@@ -199,8 +199,8 @@ class Checkpoints:
                 if refused := get_unsafe_globals_in_checkpoint(folder / _EXTRA):
                     raise ValueError(
                         f"the checkpoint of step {step} was not saved, because torch.load(weights_only=True) would refuse it: "
-                        f"the state of {' or '.join(others)} contains {', '.join(sorted(refused))}; use only Python's numbers "
-                        "(float(value) for numpy's), strings, tensors, and lists and dictionaries of them"
+                        f"the state of {' or '.join(others)} contains {', '.join(sorted(refused))}; use only Python numbers, "
+                        "strings, tensors, and lists or dictionaries of them, and convert numpy numbers with float(value)"
                     )
 
         self._together(make)

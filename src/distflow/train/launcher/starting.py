@@ -157,11 +157,12 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
     share = read_share(os.environ, **options)
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("launch() waits for signals: call it in the main thread")
+    name = f"`{getattr(function, '__qualname__', function)}`"
     try:
         pickled = ForkingPickler.dumps((function, args))
     except Exception as error:
         raise TypeError(
-            f"launch() cannot send {function!r} and its arguments to other processes ({error}): define the function at the top "
+            f"launch() cannot send {name} and its arguments to other processes ({error}): define the function at the top "
             "level of a module, and give it arguments that pickle can serialize"
         ) from error
     program = sys.modules["__main__"]
@@ -169,7 +170,7 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
     has_file = program.__spec__ is not None or os.path.isfile(getattr(program, "__file__", None) or "")
     if not has_file and b"__main__" in bytes(pickled):
         raise TypeError(
-            f"launch() starts new processes, which cannot import {function!r} or its arguments: this program has no file (it "
+            f"launch() starts new processes, which cannot import {name} or its arguments: this program has no file (it "
             "is a notebook, or came from standard input). Write the function to a file, such as training.py (in a notebook: "
             "%%writefile training.py), then call launch() with the function that you import from there"
         )

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.communication.gradients import all_reduce_mean, local_gradients
 from distflow.train.loading.batching import Batch, as_arguments, sample_count, shape_of
+from distflow.train.strategies.options import MESH_SIZES
 
 __all__ = ["Loss", "Pipeline", "balanced_parts", "inner_module", "make_pipeline"]
 
@@ -55,7 +56,7 @@ class Pipeline(nn.Module):
         """Whether this rank computes the loss."""
         axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
         self.is_first_holder = not any(map(mesh.get_local_rank, axes))
-        """Whether this is the first of the ranks that hold this stage."""
+        """Whether this rank is the first of those that hold the same stages."""
         self._replicas = mesh["dp"].get_group() if "dp" in axes and "fsdp" not in axes else None
         """The ranks over which ``step`` averages gradients; ``None`` without replicas, or with FSDP, which averages them."""
         self._shards = mesh["fsdp"].get_group() if "fsdp" in axes else None
@@ -66,9 +67,10 @@ class Pipeline(nn.Module):
     def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank of the pipeline.
 
-        All stages are given the same batch; its first dimension is cut into the micro-batches. The first stage is called with
-        the tensors of a tuple one by one, and with those of a mapping by their names. The mean gradient of the micro-batches
-        is added to the existing ones. Raises ``TypeError`` if the targets are not a tensor, and ``ValueError`` without samples.
+        Call this with the same batch on every rank of the pipeline. Its first dimension is cut into the micro-batches. The
+        first stage is called with the tensors of a tuple one by one, and with those of a mapping by their names. The mean
+        gradient of the micro-batches is added to the existing ones. Raises ``TypeError`` if the targets are not a tensor, and
+        ``ValueError`` without samples.
         """
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"the targets of a pipeline must be one tensor, not a {type(targets).__name__}")
@@ -84,8 +86,8 @@ class Pipeline(nn.Module):
     def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
         """Run the forward pass of a batch without gradients, and return its mean loss on every rank of the pipeline.
 
-        All stages are given the same batch. The last stage calls ``loss`` with the whole batch; it may differ from the training
-        loss.
+        Call this with the same batch on every rank of the pipeline. The last stage calls ``loss`` with the whole batch; it may
+        differ from the training loss.
         """
         with torch.no_grad():
             positional, named = as_arguments(inputs) if self.is_first else ((), {})
@@ -170,10 +172,14 @@ def make_pipeline(
         def stages() -> list[Any]:
             return [pipelining.PipelineStage(one, number, total, device, group=group) for number, one in own.items()]
 
-    elif is_interleaved or set(mesh.mesh_dim_names or ()) - {"pp", "dp"} or options.get("activation_checkpointing"):
+    elif unsupported := [
+        *(["schedule=interleaved_1f1b"] if is_interleaved else []),
+        *(["activation_checkpointing"] if options.get("activation_checkpointing") else []),
+        *(option for option, axis in MESH_SIZES.items() if axis != "pp" and axis in (mesh.mesh_dim_names or ())),
+    ]:
         raise ValueError(
-            "pipeline: interleaved_1f1b, activation_checkpointing and the axes fsdp and tp need an nn.Sequential; other models "
-            "are traced, and each rank holds one whole stage"
+            f"pipeline: {type(model).__name__} is not an nn.Sequential, so it cannot be combined with "
+            f"{', '.join(unsupported)}: use an nn.Sequential, or remove {'it' if len(unsupported) == 1 else 'them'}"
         )
     elif example is None or not points:
         raise ValueError(
@@ -240,10 +246,10 @@ def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
 def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[nn.Sequential]:
     children = list(model.named_children())
     names = [name for name, _ in children]
-    if points:
+    if points and count <= len(names):
         if wrong := [point for point in points if point not in names[1:]]:
             raise ValueError(
-                f"pipeline: split_points cannot contain {wrong[0]!r}: a later stage begins at one of {', '.join(names[1:])}"
+                f"pipeline: stages 2, 3, … cannot begin at `{wrong[0]}`: choose the split_points from {', '.join(names[1:])}"
             )
         cuts = [0, *sorted(names.index(point) for point in points), len(names)]
         parts = [range(first, last) for first, last in pairwise(cuts)]

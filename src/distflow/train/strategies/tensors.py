@@ -156,8 +156,8 @@ def _divide_sequence(
             )
         if whole := [name for name, module in layer.named_modules() if module in linear and module not in cut]:
             raise ValueError(
-                f"sequence_parallel: the tensor-parallel plan does not contain {', '.join(whole)} of {kind}: "
-                "add them to `plan` as colwise or rowwise, or remove sequence_parallel"
+                f"sequence_parallel: the tensor-parallel plan does not contain {', '.join(whole)} of {kind}: add them to "
+                f"`plan` as colwise or rowwise, with patterns such as '*.{whole[0]}', or remove sequence_parallel"
             )
         for module in linear:
             if isinstance(styles[cut[module]], parallel.RowwiseParallel):

@@ -144,5 +144,6 @@ def _reader(directory: str | Path) -> Any:
         import safetensors  # noqa: F401, PLC0415  torch's reader imports it only when it reads
         from torch.distributed.checkpoint import HuggingFaceStorageReader  # type: ignore[attr-defined]  # noqa: PLC0415
     except ImportError as error:
-        raise RuntimeError(f"weights need the package safetensors and torch 2.8 or newer: {error}") from error
+        needs = "install the package safetensors, and torch 2.8 or newer"
+        raise RuntimeError(f"cannot read the weights in `{directory}` ({error}): {needs}") from error
     return HuggingFaceStorageReader(str(directory))

@@ -216,7 +216,10 @@ class SshConnection:
 
     def _connect_to(self, host: SshHost, jumps: Sequence[Hop], endpoint: str, deadline: Deadline) -> PatchedTransport:
         if self._hops > _MOST_HOPS:  # the destination comes first and is not a jump host
-            raise SshConfigError(f"more than {_MOST_HOPS} jump hosts, perhaps in a loop; the last one is {host.alias}")
+            raise SshConfigError(
+                f"more than {_MOST_HOPS} jump hosts lead to `{self._destination.host}`, perhaps in a loop: check `ProxyJump` "
+                f"of this host and of `{host.alias}`"
+            )
         self._hops += 1
         if jumps:
             sock, proxy = self._open_via(host, jumps, endpoint, deadline), None
@@ -357,7 +360,11 @@ class SshConnection:
                 f"  shown: {shown}\n" + "\n".join(f"  known: {fingerprint(one.blob)} ({one.where})" for one in check.entries),
                 hint=f"if you know that its key has changed, run:\n{_removals(check.entries, host)}{note}",
             )
-        file = host.known_hosts_files[0] if host.known_hosts_files else "~/.ssh/known_hosts"
+        message = f"the host key of {endpoint} is not known: {shown}{note}"
+        if not host.known_hosts_files:
+            hint = "the OpenSSH configuration names no file of known host keys: set `UserKnownHostsFile` in ~/.ssh/config"
+            return HostKeyUnknown(self.node, message, hint=hint)
+        file = host.known_hosts_files[0]
         kind = key_type_of(blob).removeprefix("ssh-").partition("-")[0]
         once = f"  {self._ssh_command(host)}"
         if host.host_key_alias is None and is_direct:
@@ -366,7 +373,7 @@ class SshConnection:
             once = f"  {scan} >> {quote([file])}\nor log in once and confirm the key:\n{once}"
         return HostKeyUnknown(
             self.node,
-            f"the host key of {endpoint} is not known: {shown}{note}",
+            message,
             hint=f"compare it with the key on the machine itself (ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), "
             f"then run:\n{once}\nor, if you trust the network, set `host_key_policy: accept-new` in the pool, or "
             "`StrictHostKeyChecking accept-new` in ~/.ssh/config",

@@ -163,7 +163,10 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
     if done.returncode not in (0, 1):
         reason = done.stderr.decode("utf-8", "replace").strip()
         reason = reason or f"ssh-keygen failed with exit code {done.returncode}"
-        raise SshConfigError(f"RevokedHostKeys {file} cannot be read: {reason}; no host is trusted without it")
+        raise SshConfigError(
+            f"RevokedHostKeys {file} cannot be read: {reason}; no host is trusted without it. Create the list again with "
+            "`ssh-keygen -k`, or remove this option from the OpenSSH configuration"
+        )
     return done.returncode == 1
 
 

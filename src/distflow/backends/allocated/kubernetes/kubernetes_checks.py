@@ -31,6 +31,8 @@ _VOLCANO: _Rules = (("podgroups", "", ("create",)),)
 _OPTIONAL: _Rules = (("events", "", ("list",)),)
 _POD_S = 90.0
 _POLL_S = 1.0
+_REMEDY = "change the `kubernetes` settings or the pod template of the pool, or ask the administrator of the cluster"
+"""The remedy for a refusal that no other remedy fits."""
 _PROBE = "import sys; open('/dev/termination-log', 'w').write(sys.version.split()[0])"
 
 
@@ -178,19 +180,19 @@ class _Check:
         what = f"a pod{_of(platform)}"
         try:
             self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, ["true"]), is_dry=True)
-            together = pod_group_manifest(self.settings, wanted, owner)
-            if together is not None:
+            pod_group = pod_group_manifest(self.settings, wanted, owner)
+            if pod_group is not None:
                 what = f"a PodGroup{_of(platform)}"
-                self._api.create("podgroups", together, is_dry=True)
+                self._api.create("podgroups", pod_group, is_dry=True)
         except RequestRefused as refused:
             yield error("pod", self._at, refused.message.replace("task check", "a task without `image`", 1), refused.hint)
         except ApiError as refused:
-            hint = "change the `kubernetes` settings of the pool"
+            hint = _REMEDY
             if "exceeded quota" in refused.message:
                 hint = "wait until other pods release the quota, or ask the administrator of the cluster for more"
             elif "PodSecurity" in refused.message:
                 hint = "add a `securityContext` to the pod template"
-            elif refused.status == 404 and self.settings.scheduler == "volcano":
+            elif refused.status == 404 and what.startswith("a PodGroup"):
                 hint = NO_VOLCANO
             yield error("pod", self._at, f"Kubernetes refuses {what}: {refused.message}", hint)
         else:
@@ -207,7 +209,7 @@ class _Check:
             finding = self._outcome(python, str(pod["metadata"]["name"]))
         except ApiError as refused:
             message = f"Kubernetes refused a request of the pod check: {refused.message}"
-            finding = error("pod", self._at, message, "change the `kubernetes` settings of the pool")
+            finding = error("pod", self._at, message, _REMEDY)
         finally:
             remaining = self._delete(name)
         yield finding

@@ -43,7 +43,11 @@ class EndpointTransport:
         self._is_closed = False
 
     def open(self, argv: Sequence[str]) -> Channel:
-        """Start a Python program on the node. The actor's interpreter runs it, so ``argv[0]`` is ignored."""
+        """Start a Python program on the node. The actor's interpreter runs it, so ``argv[0]`` is ignored.
+
+        After ``hang_up``, the first call tests the login node, and hangs up its transport if the test fails. Raises
+        ``NodeUnreachable``.
+        """
         if self._is_closed:
             raise NodeUnreachable(self.name, "the transport is closed")
         try:

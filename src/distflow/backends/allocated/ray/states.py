@@ -92,7 +92,7 @@ def parse_allocation(
             f"placement group {name} was removed by another program, or automatically because no "
             "supervisor used it for longer than `idle_release`"
         )
-        return Over(reason=Reason.CANCELED, message=message, may_follow_ends=True), {}
+        return Over(reason=Reason.CANCELED, message=message, tasks_may_have_ended=True), {}
     hosts = hosts_of([names.get(str(one["node"]), str(one["node"])[:12]) for one in actors])
     if dead:
         first = _first_death(dead)

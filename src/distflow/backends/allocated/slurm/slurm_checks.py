@@ -107,13 +107,13 @@ class _Check:
             yield note(
                 "slurm",
                 self._at,
-                "the cluster has no heterogeneous jobs: every node of a group gets the largest resources of its tasks, "
-                "which must have one platform",
+                "this cluster does not support heterogeneous jobs (`sched/builtin`): every node of a group gets the largest "
+                "resources of its tasks, and all tasks of a group must have the same platform",
                 "",
             )
 
     def pyxis(self) -> Iterator[Finding]:
-        """Check that the cluster has Pyxis, and that the pool sets no Python, if the pool uses Pyxis."""
+        """If the pool uses Pyxis, check that the cluster has it and that the pool does not set ``python``."""
         if self.settings.container != "pyxis":
             return
         shown = self._commands.run("srun", "--help")
@@ -249,7 +249,7 @@ class _Check:
                 self._commands.run("rm", "-f", path)
         fields = done.stdout.decode("utf-8", "replace").split(maxsplit=2)
         if len(fields) == 3:
-            yield from self._python_findings(template.python, template.root, *fields[:2], is_at_login=bool(path))
+            yield from self._python_findings(template.python, template.root, *fields[:2], has_marker=bool(path))
             if (trouble := plain(fields[2]).strip()) != "ok":
                 yield error(
                     "slurm", self._at, f"`srun --overlap` fails on a node: {trouble}",
@@ -268,7 +268,7 @@ class _Check:
                 "",
             )
 
-    def _python_findings(self, python: str, root: str, version: str, exists: str, *, is_at_login: bool) -> Iterator[Finding]:
+    def _python_findings(self, python: str, root: str, version: str, exists: str, *, has_marker: bool) -> Iterator[Finding]:
         trouble = python_trouble(0, version)
         if trouble:
             yield error(
@@ -276,7 +276,7 @@ class _Check:
             )
         else:
             yield note("python", self._at, f"on a node, `{python}` is Python {plain(version)}", "")
-        if is_at_login:
+        if has_marker:
             sharing = (
                 "shared with the login node"
                 if exists == "True"

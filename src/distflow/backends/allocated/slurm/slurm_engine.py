@@ -342,7 +342,8 @@ class SlurmEngine:
         try:
             jobs = jobs_of(text, separator)
         except ValueError as error:
-            raise NodeUnreachable(self._commands.node, f"`squeue`: {error}") from error
+            hint = "check that `squeue` there is Slurm's own program, not a wrapper, and that no shell startup file prints text"
+            raise NodeUnreachable(self._commands.node, f"`squeue`: {error}", hint=hint) from error
         active = {
             job: allocation
             for job, components in jobs.items()

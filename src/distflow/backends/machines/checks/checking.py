@@ -146,7 +146,8 @@ class _Waiting:
 
     def _report(self) -> None:
         self._progress(
-            f"{self._total - len(self._left)} of {self._total} checked; waiting for {few(list(self._left)) or 'none'}"
+            f"checking nodes: {self._total - len(self._left)} of {self._total} done"
+            + (f", waiting for {few(list(self._left))}" if self._left else "")
         )
 
 

@@ -169,7 +169,7 @@ class OutputReader:
                     _make_link(folder, file, counts, known)
                     counts.finished.add(file.name)
         except OSError as error:
-            raise StorageError(f"cannot write {error.filename or folder}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write `{error.filename or folder}`: {error.strerror or error}") from error
         except OpError as error:
             raise AgentError(self._node, error.kind, error.message) from error
         finally:
@@ -222,7 +222,9 @@ class OutputReader:
                     RemoteFile(name=name, size=size, modified_ns=_bounded(modified_ns), is_executable=is_executable, link=link)
                 )
             if len(found) > _MAX_FILES:
-                raise AgentError(self._node, "malformed", f"the node listed more than {_MAX_FILES:,} files, the maximum")
+                hint = "let the task pack files into archives, or write them to a URL with `outputs`"
+                message = f"there are more than {_MAX_FILES:,} files, the maximum that distflow can list"
+                raise AgentError(self._node, "malformed", message, hint=hint)
         return tuple(found), int(answer.get("others", 0))
 
 
@@ -234,7 +236,7 @@ def _local_path(folder: Path, name: str, known: set[str]) -> str:
     try:
         return path_inside(os.fspath(folder), name, known)
     except OpError:
-        text = f"{folder / name} leads through a link out of {folder}, so nothing is written there"
+        text = f"`{folder / name}` leads through a link out of `{folder}`, so nothing is written there"
         raise StorageError(text, hint="choose another directory with --to, or remove the link") from None
 
 
@@ -306,7 +308,8 @@ class _LocalFile:
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
             if at:
-                raise OpError("bad_request", f"the node did not continue `{self.file.name}` at the requested byte")
+                message = f"the node did not continue `{self.file.name}` at the requested byte: run the command again"
+                raise OpError("bad_request", message)
             self._digest = hashlib.sha256()
         return self._digest
 

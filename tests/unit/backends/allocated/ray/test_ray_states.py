@@ -77,7 +77,7 @@ def test_every_state_has_a_meaning(group_state: str, actor_state: str) -> None:
     state = state_of(group_report(group_state, actors=[actor(0), actor(1, actor_state)]))
     if group_state == "REMOVED":
         assert isinstance(state, Over)
-        assert (state.reason, state.may_follow_ends) == (Reason.CANCELED, True)
+        assert (state.reason, state.tasks_may_have_ended) == (Reason.CANCELED, True)
     elif actor_state == "DEAD":
         assert isinstance(state, Over)
     else:
