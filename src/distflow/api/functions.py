@@ -160,7 +160,10 @@ class FunctionJob(Generic[T]):
         return stored
 
     def _failure(self, ended: WorkflowEnded) -> BaseException:
-        """Return the exception of the rank that failed first, or a ``WorkflowEnded`` with its text if it could not be pickled.
+        """Return the exception of the rank that failed first.
+
+        Return a ``WorkflowEnded`` with the text of the error if the rank stored only that text: the exception could not be
+        pickled, or the error occurred outside of the function.
 
         Return ``ended`` if no single rank is known to have failed first, or if its exception is not stored or cannot be loaded.
         """
@@ -197,7 +200,8 @@ class Launcher:
 
     nodes: int = 1
     gpus: int | None = None
-    """The number of GPUs to reserve on each node. Default: none. Over SSH and on this machine, the job then sees all GPUs."""
+    """The number of GPUs to reserve on each node; 0 hides all GPUs. Default: no reservation. Over SSH and on this machine, the
+    job then sees all GPUs."""
     ranks: int | None = None
     """Processes on each node. Default: one for each reserved GPU, or one without ``gpus``."""
     pool: str | None = None

@@ -2,6 +2,8 @@
 
 Observations report the results of commands, except the result of ``deliver``. An observation is a fact with the time at which
 it was seen. ``supervisor.decide`` determines the next commands from the observations.
+
+An engine is a system that allocates nodes: Slurm, Kubernetes or Ray.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     time_limit_s: float | None = None
     """The longest time that the gang may need its nodes; ``None`` if it is not known."""
     margin_s: float = 0.0
-    """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
+    """The part of ``time_limit_s`` for preparation and outputs. An engine may reduce both by the same amount."""
     images: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Task → container image, for tasks that name one. An engine whose nodes are containers needs it."""
     mounts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -259,7 +261,7 @@ class PrepareFailed(_OfAttempt, frozen=True, kw_only=True):
 
 
 class InputNotFetched(_OfAttempt, frozen=True, kw_only=True):
-    """The node cannot fetch an input itself. The attempt has no other problem."""
+    """The node cannot fetch an input itself. The attempt can continue if this machine fetches the input and sends it."""
 
     number: int
     """Number of the input: ``Download.number``."""
@@ -453,8 +455,8 @@ class Backend(Protocol):
 
         Args:
             gangs: The attempts of groups that wait for nodes or still need theirs. Their keys have no task and no node.
-            ended: The uuids of ended workflows. Allocations that an earlier process requested for them, or for the workflows
-                of ``gangs``, are released too. ``None``: do not search for such allocations.
+            ended: The uuids of ended workflows. Allocations that an earlier process requested for these workflows, or for other
+                gangs of the workflows in ``gangs``, are released, too. ``None``: do not search for such allocations.
             exit_codes: The exit codes of gangs that ended by themselves, for the engine's accounting. Keys as in ``gangs``.
 
         """

@@ -60,7 +60,7 @@ def require_supported(pool: Pool) -> None:
 
 
 def unknown_hosts(pool: Pool) -> Mapping[str, str]:
-    """Return the host names that cannot be resolved, by node; empty for pools without SSH. Takes at most about 2 s."""
+    """Return the host names that cannot be resolved, by node; empty if the backend is not ``ssh``. Takes at most about 2 s."""
     if pool.backend != "ssh":
         return {}
     from distflow.backends.machines.connection import destination  # noqa: PLC0415  only a hostfile needs it

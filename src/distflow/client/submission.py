@@ -140,7 +140,8 @@ def plan(
             tasks.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a file cannot be read, if a host name of ``hosts`` does not exist, or if the
-            pool cannot hold a group even when idle.
+            pool cannot hold a group even when idle. Also if a target of notifications is not valid, or if the rank layout does
+            not allow a variable of ``--env``.
 
     """
     configuration = configuration or client.configuration()
@@ -500,6 +501,7 @@ def plan_restart(
             operating system cannot run tasks and the pool is this machine.
         NotFound: if the workflow or the pool does not exist.
         ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if the pool cannot hold a group.
+            Also if a target of notifications is not valid.
 
     """
     configuration, directory = client.configuration(), client.writable_directory()

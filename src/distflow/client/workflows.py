@@ -62,6 +62,7 @@ _RECENT_SAMPLES = 20
 
 def pause(seconds: float) -> None:
     """Sleep for some seconds. Ctrl-C interrupts it."""
+    # The lint rules of this project forbid `time.sleep`, because most code must wait for a condition instead.
     select.select([], [], [], seconds)
 
 
@@ -150,7 +151,7 @@ def check_command(record: WorkflowRecord) -> str:
 
 
 def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False) -> str:
-    """Return the text of a workflow's spec. For an adopted workflow, the text comes from a node.
+    """Return the text of a workflow's spec. For an adopted workflow, this is the text that was copied from a node.
 
     Args:
         client: The client whose store has the workflow.
@@ -170,11 +171,11 @@ class WorkflowActivity(Struct, frozen=True, kw_only=True):
     last_lines: Mapping[tuple[str, str, int], str]
     """The last line of each attempt's output, by group, task and attempt number, if possible without lines of a launcher."""
     metrics: Mapping[str, Latest]
-    """The latest metrics of each group's lowest rank, by the name of the group."""
+    """The latest metrics of the lowest rank of each group that printed metrics, by the name of the group."""
     usage: Mapping[tuple[str, str, int], Usage]
     """The latest use of resources by each running task, by group, task and attempt number."""
     outputs_until: float | None
-    """When `distflow node clean` may first remove the output files, in seconds since the epoch (see ``outputs_until``)."""
+    """The time until which the output files are kept, in seconds since the epoch (see ``outputs_until``)."""
 
 
 def read_status(client: Client, record: WorkflowRecord) -> WorkflowActivity:
@@ -225,20 +226,23 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowActivity:
 
 
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
-    """Return when `distflow node clean` may first remove the output files of a workflow, in seconds since the epoch.
+    """Return the time until which `distflow node clean` keeps the output files of a workflow, in seconds since the epoch.
 
-    Return ``None`` before the end of the workflow, if no task has run, if the files are deleted with the nodes (Kubernetes), or
-    if the stored pool has no retention time. This does not connect to a node.
+    This is the first end of a task plus the retention time of the pool at submission: `node clean` decides by the last change
+    of the workflow's files on each node. Return ``None`` before the end of the workflow, if no task has run, if the files are
+    deleted with the nodes (Kubernetes), or if the stored pool has no retention time. This does not connect to a node.
     """
-    has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
-    if not record.state.is_final or record.ended_at is None or not has_run:
+    ran = [task for group in record.groups for task in group.tasks if task.output_dir is not None] or [
+        task for group in record.groups for task in group.attempts if task.output_dir is not None
+    ]
+    if not record.state.is_final or record.ended_at is None or not ran:
         return None
     from distflow.backends.registry import WITHOUT_LASTING_FILES
 
     kept = client.store.retention(record.uuid)
     if kept.retention_s is None or kept.backend in WITHOUT_LASTING_FILES:
         return None
-    return record.ended_at + kept.retention_s
+    return min(task.end.ended_at if task.end is not None else record.ended_at for task in ran) + kept.retention_s
 
 
 def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collection[int] = ()) -> list[tuple[str, TaskRecord]]:

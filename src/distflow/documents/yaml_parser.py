@@ -121,7 +121,7 @@ def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
 
 
 class _Marker:
-    """Converts an offset in the text to a place in the file."""
+    """Converts an offset in the text to a ``Mark`` in the file."""
 
     def __init__(self, file: str, starts: Sequence[int], line_map: Sequence[int]) -> None:
         self._file, self._starts, self._map = file, starts, line_map

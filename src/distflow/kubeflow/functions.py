@@ -35,8 +35,8 @@ _DEFINED_EVERYWHERE = {*dir(builtins), *_MODULE_ATTRIBUTES}
 def function_script(function: object, arguments: Mapping[str, Any] | None) -> str:
     """Return a script that defines a function and calls it with keyword arguments.
 
-    Raises ``ValueError`` if the function is not a plain ``def``, has no source, uses names that are defined outside of it, or
-    does not take the arguments, and if an argument cannot be written as Python code.
+    Raises ``ValueError`` if the function is not a plain ``def``, has no source, or uses names that are defined outside of it.
+    Also raises ``ValueError`` if the function does not take the arguments, or if an argument cannot be written as Python code.
     """
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):

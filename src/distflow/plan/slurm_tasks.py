@@ -1,7 +1,7 @@
 """Write the part of a script for Slurm that runs on each node: files, environment, and the command of its task.
 
 ``plan.kubernetes_manifests`` runs the same part in each pod.
-Equal tasks share one part, in which the node rank, the first rank and the name of the task are variables.
+Equal tasks share one branch of its ``case``, in which the node rank, the first rank and the name of the task are variables.
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ def _one_text(launches: Sequence[Launch], values: Sequence[str]) -> str | None:
         re.sub(rf"(?<![\w-]){launch.task}(?![\w-])", "@@TASK_NAME@@", value)
         for launch, value in zip(launches, values, strict=True)
     }
+    # `@@ADDRESS:<task>@@` becomes a variable whose name contains the task's name, and a script cannot compute that name.
     return named.pop() if len(named) == 1 and "@@ADDRESS:@@" not in "".join(named) else None
 
 

@@ -41,7 +41,7 @@ class ErrorReport(NamedTuple):
 def error_file(message: str, callstack: str, raised_at: float, more: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the content of an error file, ready for JSON.
 
-    ``raised_at`` is in seconds since the epoch. ``more`` are further fields at the top level.
+    ``raised_at`` is in seconds since the epoch. ``more`` has additional fields for the top level.
     """
     extra = {"py_callstack": callstack, "timestamp": str(int(raised_at))}
     return {"message": {"message": message, "extraInfo": extra}, "raised_at": raised_at, **more}
@@ -76,7 +76,10 @@ def _integer(value: object) -> Optional[int]:
 
 
 def _seconds(exact: object, whole: object) -> Optional[float]:
-    """Return the time in distflow's field, or else the end of the second in torch's field; None if it is invalid."""
+    """Return the time in distflow's field if that is a float; None if the float is not finite.
+
+    Otherwise return the end of the second in torch's field; None if that field is invalid.
+    """
     if isinstance(exact, float):
         return exact if math.isfinite(exact) else None
     return int(whole) + 1.0 if isinstance(whole, str) and re.fullmatch(r"[0-9]{1,12}", whole) else None

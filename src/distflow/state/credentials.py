@@ -136,7 +136,7 @@ def _check_entry(key: str, value: str) -> None:
 class CredentialStore:
     """The credentials in one folder, which may not exist yet.
 
-    All methods raise ``StateError`` if the folder or a credential in it cannot be used.
+    All methods raise ``StateError`` if the folder, or a credential that they read, cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -229,11 +229,11 @@ def _has_same_profile(one: Credential, other: Credential) -> bool:
 
 def _read(path: Path) -> Credential | None:
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(text)
+        found = json.loads(content)
         payload = {str(key): Secret(str(value)) for key, value in found["payload"].items()}
         made = Credential(name=path.stem, type=CredentialType(found["type"]), payload=MappingProxyType(payload))
         _ = made.profile

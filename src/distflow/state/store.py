@@ -3,7 +3,8 @@
 ``submit`` inserts workflows, ``request_cancel`` writes to a separate table, and the supervisor that holds the lock saves
 progress, so that writers do not undo each other's changes. Readers do not wait for writers.
 
-Records of older versions of distflow can be read. In records of newer versions, unknown fields are ignored. The schema is
+Records of older versions of distflow can be read. In records of newer versions, unknown fields are ignored. A workflow's
+record that cannot be decoded raises ``RecordUnreadable``, except in ``Store.unfinished``, which skips it. The schema is
 numbered (``PRAGMA user_version``) and migrated step by step. A newer schema is refused.
 """
 
@@ -278,8 +279,9 @@ class Store:
     def unfinished(self) -> tuple[WorkflowRecord, ...]:
         """Return every workflow that the supervisor still has work for, oldest first, with its groups.
 
-        They include workflows that have ended, but left attempts on an unreachable node that must be stopped. Records that
-        cannot be read, because another version of distflow wrote them, are skipped so that they do not block other workflows.
+        They include workflows that have ended, but have attempts on an unreachable node. These attempts must still be stopped.
+        Records that cannot be read, because another version of distflow wrote them, are skipped so that they do not block
+        other workflows.
         """
         found = []
         with self._transaction("DEFERRED"):

@@ -28,7 +28,8 @@ _PROBE = ".distflow-check"
 def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStore:
     """Return the store of a URL's container, without a request to it.
 
-    Raises ``InputError`` if the driver is not installed, and ``StorageError`` if it fails, such as for lack of credentials.
+    Raises ``InputError`` if the driver is not installed, and ``StorageError`` if the driver cannot be created, for example
+    without credentials.
     """
     driver = driver_of(url, credentials)
     try:
@@ -89,7 +90,7 @@ class ObjectStore:
         return self.find(key)
 
     def stat(self, key: str) -> Entry:
-        """Return one object."""
+        """Return the metadata of one object."""
         with self._errors(key):
             if self._driver.speaks_s3:
                 return self._head(key)
@@ -164,7 +165,7 @@ class ObjectStore:
         )  # fmt: skip
 
     def _head(self, key: str) -> Entry:
-        """Return one object of S3. Its headers show whether it is encrypted, and so whether its ETag is a checksum."""
+        """Return the metadata of an S3 object. Its headers show how it is encrypted, and so whether its ETag is a checksum."""
         found = self._files.call_s3("head_object", Bucket=self._container, Key=key)
         tag = str(found.get("ETag") or "").strip('"')
         # The ETag of an object that is encrypted with KMS or a customer's key is not a checksum.

@@ -82,10 +82,11 @@ def encode_copy(workflow: StoredWorkflow, command: Prepare, store: Store, host: 
 
 
 def read_copy(text: str, secrets: Path, node: str) -> tuple[WorkflowCopy, bool]:
-    """Return the copy in a text of ``encode_copy``, from any version of distflow, and whether the key in ``secrets`` signed it.
+    """Return the copy in a text of ``encode_copy``, and whether the key in ``secrets`` signed it.
 
     ``node`` is the name of the node with the copy, for messages. All names that become paths on this machine are checked, even
-    in a signed record. Raises ``StateError``.
+    in a signed record. Raises ``StateError`` if the copy is not valid, for example because a newer version of distflow wrote it
+    in a format that this version cannot read, or if the key cannot be used.
     """
     signed = _SIGNED.search(text)
     body = f"{text[: signed.start()]}}}" if signed else text

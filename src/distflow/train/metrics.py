@@ -66,7 +66,7 @@ class Pace:
     samples_per_s: tuple[float, ...]
     """Samples of each rank, divided by the elapsed time of the slowest rank, which includes waiting."""
     memory_bytes: tuple[int, ...]
-    """Peak memory of each rank's process: GPU memory that torch allocated, or else resident memory."""
+    """Peak memory of each rank's process since its start: GPU memory that torch allocated, or else resident memory."""
 
     @property
     def imbalance(self) -> float:

@@ -133,10 +133,17 @@ def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", '{"type": "GENERIC"}', '{"type": "NEW", "payload": {"a": "hidden-value"}}', '{"type": "DATA", "payload": {}}'],
+    [
+        "",
+        "{",
+        "\udcff",
+        '{"type": "GENERIC"}',
+        '{"type": "NEW", "payload": {"a": "hidden-value"}}',
+        '{"type": "DATA", "payload": {}}',
+    ],
 )
 def test_a_damaged_file_is_named_and_not_quoted(tmp_path: Path, text: str) -> None:
-    (tmp_path / "one.json").write_text(text)
+    (tmp_path / "one.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(StateError) as caught:
         CredentialStore(tmp_path).find("one")
     assert str(tmp_path / "one.json") in str(caught.value)

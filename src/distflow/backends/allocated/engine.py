@@ -98,7 +98,7 @@ class AllocationRequest(Struct, frozen=True, kw_only=True):
     time_limit_s: float | None = None
     """The longest time that the group may need its nodes, including ``margin_s``; ``None``: the limit of the pool."""
     margin_s: float = 0.0
-    """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten this part."""
+    """The part of ``time_limit_s`` for preparation and outputs. An engine may reduce both by the same amount."""
     priority: str = "NORMAL"
     """The priority of its workflow: ``HIGH``, ``NORMAL`` or ``LOW``."""
 
@@ -113,7 +113,11 @@ class Queued(Struct, frozen=True):
 
 
 class Granted(Struct, frozen=True, kw_only=True):
-    """The allocation has its nodes, and its resident programs run or are being started."""
+    """The allocation has its nodes.
+
+    Ray and Kubernetes report this state when the resident programs have started. Slurm reports it when the job has its hosts,
+    and the programs may still be starting.
+    """
 
     hosts: Mapping[str, str]
     """Task → host."""
@@ -183,7 +187,7 @@ class Engine(Protocol):
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation. One query covers all of them, and further queries explain the ends of some.
 
-        Ended allocations and duplicates may be released.
+        The call may also release ended allocations, and additional allocations with the same marker.
 
         ``ids``: id → tasks in the order of the request. Without tasks, the keys of ``Granted.hosts`` are ``"0"``, ``"1"`` and
         so on. An allocation that the engine no longer knows is ``Over``.

@@ -85,7 +85,8 @@ def print_notice(text: str) -> None:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return rows as aligned columns below a header and a rule. Every line ends with a line break.
 
-    The last column is cut to fit ``width``. Cells can have colors. An empty cell is shown as ``-``.
+    The last column is cut to fit ``width``, but not below the width of its header. Cells can have colors, but a cut cell
+    loses them. An empty cell is shown as ``-``.
 
     >>> print(table(("Task", "Status"), [("master", "RUNNING"), ("worker-12", "")]), end="")
     Task       Status
@@ -104,7 +105,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | 
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text shortened to ``width`` columns. A shortened text ends in ``…``.
+    """Return a text shortened to ``width`` columns. A shortened text ends in ``…`` and has no colors.
 
     >>> cut("loss 0.25, accuracy 0.97", 12)
     'loss 0.25, …'

@@ -57,7 +57,7 @@ def workflow_json(
 
     * names under the keys that all JSON documents have: ``workflow_id``, ``workflow_uuid``, ``group_name``, ``task_name``, and
       ``node_name`` of ``first_cause``;
-    * workflow: ``outputs_until`` (when `distflow node clean` may first remove the output files; null if unknown);
+    * workflow: ``outputs_until`` (the time until which `distflow node clean` keeps the output files; null if unknown);
     * workflow, group and task: ``state`` and ``reason``, which together give the ``status``;
     * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (the reason for its wait or its end),
       ``left_out`` (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the

@@ -19,7 +19,7 @@ _HELP = {
     "distflow_workflows": f"Unfinished workflows by pool and status, at most {_MOST} in total.",
     "distflow_task_running": "1 for each running task.",
     "distflow_task_resource": "The latest sample of a task's use of CPU, memory, disk, network or GPUs.",
-    "distflow_metric": "The latest metrics that the lowest rank of a group printed.",
+    "distflow_metric": "The latest metrics of the lowest rank of a group that printed metrics.",
 }
 
 _Sample = tuple[str, Mapping[str, object], float]

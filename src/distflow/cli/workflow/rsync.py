@@ -266,7 +266,7 @@ def _run(workflow: str, task: str | None, connect_timeout: int, arguments: Seque
 
 
 def _syncs_text(syncs: Syncs, found: Sequence[Sync]) -> str:
-    """Return a table of the background copies, and below it the errors of the last copies that failed."""
+    """Return a table of the background copies, and below it one line for each of them that has an error."""
     header = ("Workflow ID", "Task Name", "PID", "Status", "Last Synced", "Local Path", "Remote Path", "Log File")
     rows = [
         (

@@ -79,7 +79,7 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
         The number of values written.
 
     Raises:
-        InputError: if wandb is not installed, or if it cannot create a run.
+        InputError: if wandb is not installed, or if it cannot create or write a run.
 
     """
     wandb = _package("wandb", "wandb", "runs of Weights & Biases")

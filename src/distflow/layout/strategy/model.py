@@ -5,7 +5,8 @@ A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fil
 the first half over the ranks 0 and 2, and the second half over 1 and 3, so each rank holds a quarter.
 
 The checks before a start: the mesh has as many places as the group has ranks; the ranks that share a tensor are on one node;
-the sizes of the axes divide the number of ranks; options are valid for the kind and with each other; batch sizes add up.
+the sizes of the axes divide the number of ranks; options are valid for the kind and with each other; the batch sizes are
+consistent.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _placement(draft: StrategyDraft, sizes: Sequence[int]) -> None:
     if wanted is None:
         return
     word = str(wanted.value).upper()
-    message = f"`placement_group` is {word}, but the group has {len(sizes)} tasks, which run on separate nodes"
+    message = f"`placement_group` is {word}, but the group has {len(sizes)} tasks on separate nodes (except in a local pool)"
     if word not in _PLACEMENTS:
         draft.add(wanted.path, f"`{wanted.value}` is not a placement", did_you_mean(word, _PLACEMENTS, what="placements"))
     elif word.endswith("SPREAD") and max(sizes) > 1:

@@ -1,7 +1,7 @@
 """Streams of attempts' output to the supervisor, with flow control: a slow reader of one log delays no other stream.
 
-There are three kinds of streams. The first two read the files of a log or of its index (``log_files``): the head, then each
-segment that still exists. The third reads the file of samples.
+A stream sends an attempt's log, the index of that log, or the resource samples. A log and its index consist of several files
+(see ``log_files``): the stream sends the head, and then each segment that still exists. The samples are one file.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class _LogStream:
             self.segment, self.offset = following, 0
 
     def size(self) -> int:
-        """Return the length of the whole output, or of the index or samples file that was read last.
+        """Return the length of the whole output for a log, or of the current file for an index or samples.
 
-        The last file counts as empty if it does not exist or cannot be read.
+        The current file counts as empty if it is not open, because it does not exist or cannot be read.
         """
         length = os.fstat(self.fd).st_size if self.fd is not None else 0
         return length + (self.segment.start if self.segment.kind == "log" else 0)
@@ -91,7 +91,8 @@ class _LogStream:
 class LogStreams:
     """All streams of a connection.
 
-    ``push(event)`` queues an event as bulk data. ``has_room()`` returns whether the queue can take more events.
+    ``push(event)`` queues an event as bulk data, which urgent messages overtake. ``has_room()`` returns whether the queue
+    can take more events.
     """
 
     def __init__(self, push: Callable[[Json], None], has_room: Callable[[], bool]) -> None:
@@ -100,7 +101,11 @@ class LogStreams:
         self._streams: Dict[int, _LogStream] = {}
 
     def add(self, stream: int, attempt: str, directory: str, name: str, offset: int, has_ended: bool) -> None:
-        """Start a stream at an offset of the file ``name``. A stream with the same number is replaced."""
+        """Start a stream at an offset of the file ``name``. A stream with the same number is replaced.
+
+        With ``has_ended``, the attempt has ended, so the stream ends after the remaining output. Raises ``OpError``
+        (``bad_request``) for a wrong name or offset.
+        """
         segment = log_files.parse(name)
         if segment is None:
             raise OpError("bad_request", "`file` must be the name of a log file, such as `output.log`")
@@ -133,7 +138,10 @@ class LogStreams:
         self.pump(attempt)
 
     def pump(self, attempt: Optional[str] = None) -> None:
-        """Send available data while the queue has room, one piece of each stream in turn. ``attempt`` selects its streams."""
+        """Send available data while the queue has room, one piece of each stream in turn.
+
+        With ``attempt``, send only the data of its streams.
+        """
         active: List[_LogStream] = [log for log in self._streams.values() if attempt is None or log.attempt == attempt]
         while active and self._has_room():
             for log in list(active):

@@ -405,7 +405,7 @@ def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
 
 
 def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Yield batch sizes that do not add up: global = per rank × data ranks × accumulation."""
+    """Yield inconsistent batch sizes. The rule is: global = per rank × data ranks × accumulation."""
     whole, micro = options["global_batch_size"], options.get("micro_batch_size")
     steps = micro_batches(mesh, options)
     data = mesh.get("dp", 1) * mesh.get("fsdp", 1)

@@ -1,9 +1,10 @@
 """The program that uses Ray for distflow, on a node of the Ray cluster, and the actors that run the resident programs.
 
-The cluster's own Python runs it, so the submitter needs no Ray. It first writes one line of JSON: ``{"answer": …}`` with its
-versions, or ``{"kind": …, "error": …}`` if it cannot connect, and then it ends. It reads requests as lines
-``{"do": method, "with": arguments}``, and answers each with one such line. The placement groups and actors that it creates are
-detached, so the program may end at any time, and another instance continues. It ends when its standard input ends.
+The cluster's own Python runs it, so the submitter needs no Ray. It first writes one line of JSON: ``{"answer": …}`` with the
+versions of Ray and Python. If it cannot use Ray, it writes ``{"kind": …, "error": …}`` instead, and ends. It reads
+requests as lines ``{"do": method, "with": arguments}``, and answers each with one line of either form. The placement groups and
+actors that it creates are detached, so the program may end at any time, and another instance continues. It ends when its
+standard input ends.
 
 An allocation is a placement group whose name is distflow's marker, with one actor for each task. An actor is the parent of the
 resident program (``runtime/services/resident.py``) of its task, and listens on a TCP port for connections from this cluster's
@@ -375,7 +376,7 @@ class Cluster:
         return {}
 
     def probe(self, python: str, root: str) -> list[dict[str, Any]]:
-        """Run ``python`` on each node. Return, for each node, the result of ``_probe``, or an ``error`` of Ray."""
+        """Run ``python`` on each node. Return, for each node, the result of ``_probe``, or an ``error``."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         nodes = sorted((node for node in self._ray.nodes() if node["Alive"]), key=_node_name)
         task = self._ray.remote(_probe)
