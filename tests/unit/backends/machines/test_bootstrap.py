@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, STUB, SourceArchive, explain_exit, explain_report
+from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, SourceArchive, explain_exit, explain_report
 
 PYENV_PYTHONS = Path("~/.pyenv/versions").expanduser()
 """pyenv's interpreters, in the real home directory. Tests have another ``HOME``."""
@@ -148,13 +148,6 @@ def test_an_incomplete_standard_library_is_explained() -> None:
     message, remedy = explain(text="ModuleNotFoundError: No module named 'zipfile'")
     assert "lacks a part of the standard library" in message
     assert "`python:`" in remedy
-
-
-def test_damaged_files_of_the_runtime_are_not_explained_by_the_standard_library() -> None:
-    reason = " are damaged; they are replaced at the next connection"
-    assert f'raise ImportError("files below "+home+"{reason}"' in STUB
-    text = f"ImportError: files below /r{reason}"
-    assert explain(text=text) == (f"distflow's runtime does not start: {text}", "")
 
 
 def test_other_errors_are_quoted() -> None:

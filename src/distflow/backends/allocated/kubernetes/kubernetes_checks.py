@@ -177,24 +177,24 @@ class _Check:
         """Let the API server check a pod without creating it: its template, pod security, quotas and webhooks."""
         owner = {"metadata": {"name": "distflow-check", "uid": "00000000-0000-0000-0000-000000000000"}}
         wanted = _request(platform)
-        what = f"a pod{_of(platform)}"
+        kind = "pod"
         try:
             self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, ["true"]), is_dry=True)
             pod_group = pod_group_manifest(self.settings, wanted, owner)
             if pod_group is not None:
-                what = f"a PodGroup{_of(platform)}"
+                kind = "PodGroup"
                 self._api.create("podgroups", pod_group, is_dry=True)
         except RequestRefused as refused:
-            yield error("pod", self._at, refused.message.replace("task check", "a task without `image`", 1), refused.hint)
+            yield error("pod", self._at, refused.message, refused.hint)
         except ApiError as refused:
             hint = _REMEDY
             if "exceeded quota" in refused.message:
                 hint = "wait until other pods release the quota, or ask the administrator of the cluster for more"
             elif "PodSecurity" in refused.message:
                 hint = "add a `securityContext` to the pod template"
-            elif refused.status == 404 and what.startswith("a PodGroup"):
+            elif refused.status == 404 and kind == "PodGroup":
                 hint = NO_VOLCANO
-            yield error("pod", self._at, f"Kubernetes refuses {what}: {refused.message}", hint)
+            yield error("pod", self._at, f"Kubernetes refuses a {kind}{_of(platform)}: {refused.message}", hint)
         else:
             yield note("pod", self._at, f"Kubernetes accepts a pod{_of(platform)}", "")
 

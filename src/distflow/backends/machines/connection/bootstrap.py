@@ -165,7 +165,7 @@ class Compiled: # the importer of the modules in the file
    checked=digest(home)==want
    if checked: return None
    if os.path.exists(compiled): os.unlink(compiled) # so that the next start checks and requests the archive
-   raise ImportError("files below "+home+" are damaged; they are replaced at the next connection",name=name)
+   raise RuntimeError("files below "+home+" are damaged; they are replaced at the next connection")
  def create_module(spec): pass
  def exec_module(module):
   module.__file__=module.__spec__.origin
@@ -528,7 +528,7 @@ def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
     if number in _IN_THE_WAY:
         return f"{field('path') or root} {_IN_THE_WAY[number]}", f"remove it, or {_OTHER_ROOT}"
     # The stub also raises ImportError, for damaged files of the runtime.
-    if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")) and "are damaged" not in field("text"):
+    if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
         lacking = f"{field('python') or 'its python'} lacks a part of the standard library: {field('text')}"
         return lacking, f"install the missing part, or another Python; {_OTHER_PYTHON}"
     return f"distflow's runtime does not start: {field('text')}", ""
