@@ -11,7 +11,7 @@ import typer
 
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption, command_app, pool_check_command
-from distflow.cli.render.tables import table, terminal_width
+from distflow.cli.render.tables import print_further_errors, table, terminal_width
 from distflow.client.nodes import (
     Cleaned,
     Leftover,
@@ -199,7 +199,7 @@ def _show_reaped(results: Sequence[Reaped], node_count: int, dry_run: bool, ids:
             verb = "would be recorded" if dry_run else "is now recorded"
             names = plain(replace_uuids(", ".join(one.settled), ids))
             print(f"{one.node}: the end of {len(one.settled)} attempt{'s' * (len(one.settled) > 1)} {verb}: {names}")
-    _show_further_errors(results, ids)
+    print_further_errors((one.node, replace_uuids(one.error, ids)) for one in results)
     counts = (("node", results[:node_count]), ("pool", results[node_count:]))
     reached = [count_text(n, noun) for noun, some in counts if (n := sum(not one.error for one in some))]
     if not rows and reached:
@@ -285,13 +285,7 @@ def _show_uninstalled(results: Sequence[Uninstalled]) -> None:
         print(f"{one.node}: {incomplete if one.left else 'removed'}")
         for left in one.left:
             print(f"  {plain(left)}")
-    _show_further_errors(results, {})
-
-
-def _show_further_errors(results: Sequence[Reaped | Uninstalled], ids: Mapping[str, str]) -> None:
-    """Print all errors except the first one, with which the command ends."""
-    for one in [one for one in results if one.error][1:]:
-        print(f"{one.node}: failed: {plain(replace_uuids(one.error, ids))}")
+    print_further_errors((one.node, one.error) for one in results)
 
 
 app.command(epilog="Examples: distflow node reap --dry-run  ·  distflow node reap --pool lab --node gpu2")(reap)

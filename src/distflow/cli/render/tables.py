@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TextIO
 
 from distflow.documents.text import ESCAPES, plain, plain_lines
 
-__all__ = ["Paint", "cut", "print_notice", "table", "terminal_width", "visible_width"]
+__all__ = ["Paint", "cut", "print_further_errors", "print_notice", "table", "terminal_width", "visible_width"]
 
 _GAP = "  "
 _TASK_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -80,6 +80,15 @@ def print_notice(text: str) -> None:
     Control characters are escaped, because the text can contain texts of specs, nodes and stores.
     """
     print(Paint.of(sys.stderr).messages(plain_lines(text)), file=sys.stderr)
+
+
+def print_further_errors(errors: Iterable[tuple[str, str]]) -> None:
+    """Print the errors of nodes except the first one, with which the command ends.
+
+    ``errors``: the name of each node, and its error, which may be empty.
+    """
+    for node, error in [(node, error) for node, error in errors if error][1:]:
+        print(f"{node}: failed: {plain(error)}")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:

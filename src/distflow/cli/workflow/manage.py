@@ -11,7 +11,7 @@ import typer
 from distflow.cli.completion import complete_tag, complete_workflow
 from distflow.cli.context import WorkflowsArgument, open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app, pool_check_command
-from distflow.cli.render.tables import print_notice, table
+from distflow.cli.render.tables import print_further_errors, print_notice, table
 from distflow.cli.render.workflow_json import workflow_key
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
 from distflow.client.client import Client
@@ -206,8 +206,7 @@ def _show_adoption(found: Adoption, dry_run: bool) -> None:
         print(f"{plain(one.name)}: {'would be adopted' if dry_run else 'adopted'}")
         for note in one.notes:
             print(f"  {plain(note)}")
-    for failed in [one for one in found.nodes if one.error][1:]:  # the command ends with the first error
-        print(f"{failed.node}: failed: {plain(failed.error)}")
+    print_further_errors((one.node, one.error) for one in found.nodes)
     if not found.workflows and (not found.nodes or any(not one.error for one in found.nodes)):
         print("Nothing to adopt: the store has every workflow that the nodes reported.")
 
