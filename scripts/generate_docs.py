@@ -444,7 +444,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         "Rank tokens have a value",
         (
             ("token_without_ranks", "A rank token needs a group with ranks."),
-            ("token_of_a_helper", "A rank token needs a task with ranks."),
+            ("token_of_a_helper", "`{{rank_offset}}`, `{{rank_size}}` and `{{node_rank}}` need a task with ranks."),
             ("token_without_size", "A rank token needs a size that the spec states."),
         ),
     ),
@@ -481,7 +481,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("strategy_unknown_kind", "The kind must exist."),
             ("strategy_without_ranks", "A strategy needs ranks."),
             ("strategy_of_ray", "A block that asks for Ray needs `framework: ray`."),
-            ("strategy_of_a_guide", "distflow converts a block from another guide (a warning)."),
+            ("strategy_of_a_guide", "distflow converts a strategy in a form of NeMo RL or tunix, with a warning."),
             ("strategy_beside_a_framework", "Some frameworks do not read `strategy` (a warning)."),
         ),
     ),

@@ -1,7 +1,8 @@
 """Copy frozen records of either kind, ``msgspec.Struct`` or dataclass, and create them from plain values.
 
 Most records are structs, because Python needs 0.4 ms to define a frozen dataclass, but only 0.02 ms to define a struct, and
-there are hundreds. Modules that also run on nodes, where msgspec is missing, and the Python APIs have dataclasses.
+there are hundreds. Dataclasses are used in modules that also run on nodes, where msgspec is missing, and in the Python APIs
+(except ``distflow.api.spec``).
 """
 
 from __future__ import annotations

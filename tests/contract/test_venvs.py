@@ -221,8 +221,8 @@ def test_an_environment_is_built_again_after_its_builder_was_killed(
 
     thread = threading.Thread(target=build)
     thread.start()
-    wait_until((tmp_path / "never.pid").exists, 20)
-    uv = int((tmp_path / "never.pid").read_text())
+    pid_file = tmp_path / "never.pid"
+    uv = int(wait_until(lambda: pid_file.read_text() if pid_file.exists() else "", 20))
     one = processes.read_process(uv)
     assert one is not None
     worker = processes.read_process(one.ppid)

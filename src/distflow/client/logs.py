@@ -220,7 +220,8 @@ def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str
             elif missing > 0:
                 yield f"{task.name}: {size} of its output {'is' if missing == 1 else 'are'} still on {task.node}"
             if lost:
-                yield f"{task.name}: {count_text(lost, 'byte')} of its output {_was(lost)} lost: {task.node} had a full disk"
+                where = f"{task.node} had a full or failed disk"
+                yield f"{task.name}: {count_text(lost, 'byte')} of its output {_was(lost)} lost: {where}"
 
 
 def _was(number: int) -> str:
@@ -232,7 +233,7 @@ def rank_of(text: str, held: range) -> int | None:
 
     Args:
         text: The line.
-        held: The ranks of the task that wrote the line. Other numbers are not ranks.
+        held: The ranks of the task that wrote the line. A prefix with any other number gives ``None``.
 
     >>> rank_of("[rank3]: Traceback (most recent call last):", range(2, 4))
     3
@@ -261,7 +262,7 @@ class _RankChoice(Struct, frozen=True):
 
 
 def _chosen_ranks(tasks: Tasks, names: Collection[str], ranks: Collection[int]) -> dict[str, _RankChoice]:
-    """Return the chosen ranks of each task of which not all ranks are chosen."""
+    """Return the chosen ranks by task name. Tasks whose ranks are all chosen are left out."""
     choices = {
         one.name: _RankChoice(held=held_ranks(one.ranks), ranks=frozenset(ranks))
         for _, one in tasks

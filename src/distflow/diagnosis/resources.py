@@ -104,7 +104,10 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
 
 
 class RankPace(Struct, frozen=True, kw_only=True):
-    """The mean duration of one rank's steps, as its ``StepTimer`` printed it; without waiting if the loop uses ``work``."""
+    """The mean duration of one rank's steps, as its ``StepTimer`` reported it.
+
+    If the training loop uses ``StepTimer.work()``, the time in which the rank waits for other ranks is not included.
+    """
 
     task: str
     node: str
@@ -203,8 +206,9 @@ def _thermal(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
         return ""
     share = max(gpu.mean("throttle_thermal") or 0.0 for gpu in hot)
     warmest = max((one for gpu in hot for one in gpu.values.get("temperature", ())), default=None)
+    up_to = "up to " if len(hot) > 1 else ""
     degrees = f" at up to {warmest:.0f} °C" if warmest is not None else ""
-    return f"{_gpu_names([gpu.number for gpu in hot])} of {use.place}{degrees}, slowed down {share:.0%} of the time"
+    return f"{_gpu_names([gpu.number for gpu in hot])} of {use.place}{degrees}, slowed down {up_to}{share:.0%} of the time"
 
 
 def _idle(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:

@@ -158,10 +158,10 @@ def _launch(
     placed += [(one.path.value.rstrip("/"), True) for one in task.checkpoints]
     texts = list(_texts(task, bundles))
     in_work = paths_in_work(placed, texts)
-    injected = [one for one in placed if one[0].startswith("/")] + [one for one in in_work.items() if one not in placed]
-    injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
+    rewritten = [one for one in placed if one[0].startswith("/")] + [one for one in in_work.items() if one not in placed]
+    rewritten += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
     hosts = {one.name for one in group.tasks}
-    rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs), hosts, in_work)
+    rewrite = rewriter(ranks, world, rewritten, task.inputs, (*task.url_inputs, *task.earlier_inputs), hosts, in_work)
     resource = spec.resources[task.resource]
     given = {name: rewrite(text.value) for name, text in task.environment.items()}
     started = StartCommand(argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)))
@@ -209,7 +209,7 @@ def _launch(
         earlier_inputs=task.earlier_inputs,
         ranks=ranks,
         resource=resource,
-        rewritten=tuple((path, place_of(path, in_work)) for path, _ in injected),
+        rewritten=tuple((path, place_of(path, in_work)) for path, _ in rewritten),
         outputs=task.outputs,
         url_outputs=task.url_outputs,
         exit_actions=task.exit_actions,
@@ -259,7 +259,7 @@ def _file(
     else:
         bundle = bundles[file.bundle]
         text = bundle.text
-    # A local file is sent by its digest unless its text contains tokens or injected paths.
+    # A local file is sent by its digest unless its text contains tokens or paths that are rewritten.
     if text is not None and (bundle is None or rewrite(text) != text):
         text = rewrite(text)
         mode = 0o700 if text.startswith("#!") or (bundle is not None and bundle.mode & 0o100) else 0o600

@@ -62,13 +62,13 @@ def _token_values(ranks: TaskRanks | None, world: WorldLayout | None) -> Mapping
         "master_addr": "@@MASTER_ADDR@@",
         "master_port": "@@MASTER_PORT@@",
     }
-    if ranks is not None and world is not None:
+    if world is not None:
+        values |= {"world_size": str(world.world_size), "num_nodes": str(len(world.tasks))}
+    if ranks is not None:
         values |= {
             "rank_offset": str(ranks.offset),
             "rank_size": str(ranks.size),
-            "world_size": str(world.world_size),
             "node_rank": str(ranks.node_rank),
-            "num_nodes": str(len(world.tasks)),
         }
     return values
 

@@ -276,9 +276,9 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
     """Store the files of the spec, one blob for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
 
     Inline ``contents`` are stored only if they are base64: the spec contains the others. The key of ``distflow.train`` is
-    ``LIBRARY``. Problems are at the line of the entry in the spec: a file that cannot be read, and in a sent directory a file
-    that becomes shorter meanwhile, or a link that is absolute or leads out of it. Raises ``StateError`` if a blob cannot be
-    written.
+    ``LIBRARY``. A problem names the line of the entry in the spec. It reports a file that cannot be read, a file of a sent
+    directory that became shorter while it was read, or a link that is absolute or leads out of the sent directory. Raises
+    ``StateError`` if a blob cannot be written.
     """
     packing = _Packing(on_pack)
     bundles: dict[str, Bundle] = {}

@@ -133,7 +133,7 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
         return StorageError(f"{where}: the store does not accept the request: {text}", hint=hint)
     if "ValueError" in names:  # for example an unusable setting, a refused certificate or a damaged response
         return StorageError(f"{where}: {text}")
-    return StorageUnreachable(f"{where}: {text}", hint="check the network, and the store's address")
+    return StorageUnreachable(f"{where}: {text}", hint="check the network, the store's address, and its free space and quota")
 
 
 def _text_of(error: BaseException) -> str:

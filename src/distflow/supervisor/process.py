@@ -117,8 +117,8 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
             pattern = shlex.quote(f"distflow.supervisor {directory.path}")
             kill = f"kill -KILL {pid}" if pid and _is_supervisor(pid) else f"pkill -KILL -f {pattern}"
             raise SupervisorError(
-                "the supervisor of an older distflow does not end; it would ignore features of this version, so nothing was"
-                " stored",
+                "the workflow was not stored, because the supervisor of an older distflow still runs after SIGTERM, and would"
+                " ignore features of this version",
                 hint=f"end it, and try again (tasks continue without it): {kill}",
             )
         threading.Event().wait(_END_POLL_S)

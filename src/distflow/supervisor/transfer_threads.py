@@ -38,8 +38,8 @@ _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _LOCAL_CREDENTIALS = (
-    "credentials in files or roles of this machine are not sent to nodes (to let nodes transfer the data: "
-    "distflow credential set NAME --type DATA)"
+    "this machine has no credentials for the URL that distflow sends to nodes; it sends neither files, profiles and roles nor "
+    "SAS tokens (to let nodes transfer the data: distflow credential set NAME --type DATA)"
 )
 
 
@@ -164,7 +164,7 @@ class ThreadedTransfers:
         )
         if transfer.nodes_can_fetch:
             if self.identity(transfer.url) is None:
-                return reporter.outcome(relayed=_LOCAL_CREDENTIALS)
+                return reporter.outcome(relay_reason=_LOCAL_CREDENTIALS)
             content = task_data.inspect_input(store, request, retries)
             return reporter.outcome(
                 url=request.label, files=content.files, content=content.size, is_direct=True, dataset=request.dataset
@@ -201,11 +201,11 @@ class ThreadedTransfers:
 
         identity = self.identity(transfer.url)
         if identity is None:
-            return reporter.outcome(relayed=_LOCAL_CREDENTIALS)
+            return reporter.outcome(relay_reason=_LOCAL_CREDENTIALS)
         try:
             done = backend.deliver(source, self._delivery(command, transfer), identity, halt, reporter)
         except RelayRequired as why:
-            return reporter.outcome(relayed=str(why))
+            return reporter.outcome(relay_reason=str(why))
         return reporter.outcome(files=done.files, content=done.size, url=done.label)
 
     def _delivery(self, command: TransferData, transfer: Transfer) -> Delivery:
@@ -264,10 +264,10 @@ class _TransferReporter:
 
     def outcome(
         self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
-        relayed: str = "", is_direct: bool = False, dataset: str = "",
+        relay_reason: str = "", is_direct: bool = False, dataset: str = "",
     ) -> TransferRecord:  # fmt: skip
         return TransferRecord(
-            data=self._command.data, is_relayed=bool(relayed), task=self._command.key.task, at=self._now(),
+            data=self._command.data, is_relayed=bool(relay_reason), task=self._command.key.task, at=self._now(),
             since=self._since, url=url or self._transfer.label, regex=self._transfer.regex, digest=digest, size=size,
-            files=files, content=content, error=relayed or error, is_direct=is_direct, dataset=dataset,
+            files=files, content=content, error=relay_reason or error, is_direct=is_direct, dataset=dataset,
         )  # fmt: skip

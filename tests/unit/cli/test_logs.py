@@ -170,7 +170,7 @@ def test_missing_output_is_reported(screen: Screen) -> None:
     assert screen.run("logs", record.id, "-n", "0") == 0
     assert screen.err.splitlines() == [
         "master: the last 1,199 bytes of its output were not received from master-node",
-        "master: 5,000 bytes of its output were lost: master-node had a full disk",
+        "master: 5,000 bytes of its output were lost: master-node had a full or failed disk",
         "worker: 1,000 bytes of its output are still on worker-node",
     ]
     assert screen.run("logs", record.id, "-t", "master", "-n", "0") == 0

@@ -80,6 +80,10 @@ BUSY: dict[str, Value] = {"cpu_usage": 4.0, "gpu0_utilization": 97.0, "gpu0_cloc
             {"gpu-throttled": "GPU 0 of worker on worker-node, slowed down 100% of the time"},
         ),
         (
+            [use(**BUSY, gpu1_utilization=97.0, gpu1_throttle_thermal=1.0, gpu2_utilization=97.0, gpu2_throttle_thermal=0.5)],
+            {"gpu-throttled": "GPUs 1-2 of worker on worker-node, slowed down up to 100% of the time"},
+        ),
+        (
             [use("master", **BUSY), use("third", **BUSY), use(**BUSY | {"gpu0_clock": 1200.0})],
             {"ranks-unequal": "clock of GPU 0 of worker on worker-node is 1200 MHz, the median is 1980 MHz"},
         ),

@@ -13,7 +13,7 @@ from distflow.layout.checks.launchers import PythonCommand, python_command
         (["python3", "train.py", "-m", "x"], PythonCommand(target="train.py", arguments=("-m", "x"))),
         (["./train.py"], PythonCommand(target="./train.py")),
         (["/opt/venv/bin/python3.12", "-u", "t"], PythonCommand(interpreter="/opt/venv/bin/python3.12", target="t")),
-        (["pypy3", "-s", "-m", "a.b", "1"], PythonCommand(interpreter="pypy3", target="a.b", is_module=True, arguments=("1",))),
+        (["pypy3", "-u", "-m", "a.b", "1"], PythonCommand(interpreter="pypy3", target="a.b", is_module=True, arguments=("1",))),
     ],
 )
 def test_a_python_command_is_parsed(words: list[str], expected: PythonCommand) -> None:
@@ -30,6 +30,7 @@ def test_a_python_command_is_parsed(words: list[str], expected: PythonCommand) -
         (["python3", "-c", "1"], "`-c`"),
         (["python3", "-m"], "-m"),
         (["python3", "-X", "dev", "train.py"], "option `-X`"),
+        (["python3", "-s", "train.py"], "option `-s`"),
         ([], "`` is not a Python interpreter"),
     ],
 )

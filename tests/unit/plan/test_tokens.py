@@ -29,6 +29,10 @@ def test_each_token_is_replaced_by_its_value(text: str, expected: str) -> None:
     assert rewriter(WORKER, WORLD, [])(text) == expected
 
 
+def test_a_task_without_ranks_gets_the_tokens_of_the_world() -> None:
+    assert rewriter(None, WORLD, [])("{{world_size}} {{num_nodes}} {{rank_offset}}") == "16 2 {{rank_offset}}"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -77,7 +77,7 @@ def fetch(
         typer.Option(
             "--to",
             metavar="DIR",
-            help="The local directory. Default: ID, or with --retry-id ID-retry-NUMBER.",
+            help="The local directory. Default: ID; with --retry-id, a directory named ID-retry-NUMBER.",
             show_default=False,
         ),
     ] = None,
@@ -124,7 +124,7 @@ def end_fetch(fetched: FetchedFiles) -> None:
     If there are errors or unreadable files, exit with the code of the first error, or of ``NodeError``.
     """
     if fetched.moved is not None:
-        print_notice(f"The results of {fetched.moved.name} were moved to {fetched.moved}")
+        print_notice(f"note: the directory had the results of another workflow; they were moved to {fetched.moved}")
     if fetched.is_mixed:
         print_notice(
             "note: the directory also contains other files, which distflow did not fetch. To keep the results apart: `--to DIR`"

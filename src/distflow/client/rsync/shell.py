@@ -54,7 +54,7 @@ def _forward(session: Session) -> int:
         view = memoryview(data)
         while view:
             view = view[os.write(2 if is_error else 1, view) :]
-    raise AssertionError("a session ends with an Exit")
+    raise AssertionError("the remote session ended without an exit code")
 
 
 def _forward_input(session: Session) -> None:

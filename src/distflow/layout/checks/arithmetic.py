@@ -187,7 +187,10 @@ def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield the size at which this row ends where the next one begins, and the rest of each stated world size."""
+    """Yield the possible sizes of the row at ``index``.
+
+    These are the distance to the start of the next row, and each stated world size minus the sizes of the other rows.
+    """
     intervals = filled(rows)
     begin = intervals[index][0]
     yield from (start - begin for start in sorted({start for start, _ in intervals if start > begin})[:1])

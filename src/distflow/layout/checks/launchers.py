@@ -25,8 +25,6 @@ _RUNS_COMMAND = ("tensorflow", "jax", "custom")
 
 _NEEDS_EVEN = ("accelerate",)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
-_WITHOUT_EFFECT = ("-u", "-s")
-"""Options of the interpreter that are dropped. Ranks do not need ``-u``, because distflow sets ``PYTHONUNBUFFERED``."""
 
 
 class PythonCommand(Struct, frozen=True, kw_only=True):
@@ -47,7 +45,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
     if not _INTERPRETER.fullmatch(program):
         return f"`{program}` is not a Python interpreter"
     rest = list(words[1:])
-    while rest and rest[0] in _WITHOUT_EFFECT:
+    while rest and rest[0] == "-u":  # ranks do not need it, because distflow sets PYTHONUNBUFFERED
         rest.pop(0)
     if not rest:
         return "the command has no script"

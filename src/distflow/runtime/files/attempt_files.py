@@ -83,7 +83,10 @@ def checked(launch: Json) -> Json:
 
 
 def place(root: str, directory: str, launch: Json) -> None:
-    """Place all files of ``launch``, whose placeholders are filled, and write ``launch.json``. A repeated call is harmless."""
+    """Place all files of ``launch``, and write ``launch.json``. A repeated call is harmless.
+
+    The caller must have replaced the placeholders of ``launch``.
+    """
     check_mounts(launch.get("mounts") or [])
     link = launch.get("output_link")
     if link and os.path.islink(path_inside(directory, link)):

@@ -166,10 +166,11 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
             held, who, reason = lock(directory, "port-{}.lock".format(number), holder)
             if held >= 0:
                 return number, held, sockets
-            last = ". The last one " + ("is in use by {}" if who else "could not be leased: {}").format(who or reason)
+            what = "is in use by {}" if who else "could not be leased: {}"
+            last = "; the last one, port {}, ".format(number) + what.format(who or reason)
             for fd in sockets:
                 os.close(fd)
-        raise OpError("port_taken", "no free port was found" + last)
+        raise OpError("port_taken", "no free port was found after {} tries".format(_ATTEMPTS_AT_ANY_PORT) + last)
     number = int(port)
     held, who, reason = lock(directory, "port-{}.lock".format(number), holder)
     if held < 0:

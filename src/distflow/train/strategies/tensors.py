@@ -61,29 +61,29 @@ def derive_plan(model: nn.Module) -> dict[str, str]:
 
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-"""Hugging Face's styles for a matrix at the end of a model: cut by columns, with whole outputs on every rank."""
+"""Hugging Face's styles for a matrix that is cut by columns and whose whole outputs are on every rank, such as the head."""
 
 
 def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     """Return the plan of a Hugging Face model (``tp_plan``), by module name; empty if it has none.
 
     Embeddings and the head stay whole if they are tied, have a padding row or are not divisible. Raises ``ValueError`` for a
-    style that torch's tensor parallelism does not support.
+    style that distflow does not support.
     """
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
     plan: dict[str, str] = {}
     for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
         if style not in ("colwise", "rowwise", "embedding_rowwise", *_GATHERED):
             raise ValueError(
-                f"tensor parallelism: the model's `tp_plan` has the style {style!r} for {pattern}, but torch does not support "
-                "this style: give a plan of your own (plan: {...}), or use kind: fsdp"
+                f"tensor parallelism: the model's `tp_plan` has the style {style!r} for {pattern}, but distflow does not "
+                "support this style: give a plan of your own (plan: {...}), or use kind: fsdp"
             )
         for name, module in model.named_modules():
             if not fnmatchcase(name, pattern):
                 continue
             rows = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
             may_stay_whole = style == "embedding_rowwise" or style in _GATHERED
-            # torch 2.13 keeps the gradient of a padding row at zero in a cut embedding, too; older versions were not tried.
+            # An embedding with a padding row stays whole: only torch 2.13 is known to keep its gradient at zero after a cut.
             stays = name in tied or rows % ranks or getattr(module, "padding_idx", None) is not None
             if not (may_stay_whole and stays):
                 plan[name] = style

@@ -17,6 +17,7 @@ from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, RaySettings, ssh_node
 from distflow.testing.waiting import wait_until
+from distflow.transports.base import REASON_MARK
 from distflow.transports.local import LocalTransport
 
 READY = json.dumps({"answer": {"ray": "2.60.0", "python": "3.11.7"}})
@@ -83,7 +84,7 @@ def test_a_refused_request_raises_request_refused(python: MakePython) -> None:
     ("given", "kind", "message"),
     [
         ((["not an answer"], False), NodeUnreachable, "cannot read Ray's answer"),
-        (([], True), NodeUnreachable, "ended without an answer: it failed"),
+        (([], True), NodeUnreachable, "exited without an answer: it failed"),
         ((['{"kind": "no ray", "error": "No module named ray"}'], False), RayMissing, "its Python has no Ray"),
         ((['{"kind": "not connected", "error": "x"}'], False), NodeUnreachable, "Ray at `auto` did not answer: x"),
     ],
@@ -97,6 +98,31 @@ def test_a_program_that_does_not_start_reports_the_reason(
         with pytest.raises(kind, match=message):
             one.ask("nodes")
     one.close()
+
+
+class BrokenChannel:
+    """A channel whose connection broke before the program answered."""
+
+    exit_code = None
+
+    def read(self, _size: int = 0) -> bytes:
+        return b""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def stderr_tail(self) -> str:
+        return f"{REASON_MARK}no heartbeat for 20 s\n"
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_broken_connection_is_not_reported_as_an_exit_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    login = LocalTransport("head")
+    monkeypatch.setattr(login, "open", lambda _: BrokenChannel())
+    with pytest.raises(NodeUnreachable, match=r"before Ray at `auto` answered: .*no heartbeat for 20 s"):
+        ClusterProgram(login, python="python3", address="auto").ask("nodes")
 
 
 def test_an_interpreter_that_does_not_exist_is_named() -> None:
