@@ -183,11 +183,12 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
     {
         0: "the command succeeded; with `--wait`, and for `query --exit-status`, the workflow completed",
         1: "the workflow ended and did not complete",
-        2: "the spec, the configuration or the command line is wrong",
+        2: "the spec, the configuration or the command line is wrong, or the request does not fit the status of a "
+        "workflow or task",
         3: "a node, a data store or a target of notifications could not be reached or refused the request; `pool check` found "
         "that a gang cannot run; the supervisor did not start; or `cancel --wait` reached its time limit",
         4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` after the reader of its output has gone",
-        5: "this machine's state directory cannot be used, or a disk is full",
+        5: "this machine's state directory cannot be used, or the disk with it or with temporary files is full",
         70: "a bug in distflow; the message names the file that holds the traceback",
         130: "interrupted (Ctrl-C)",
     }
@@ -418,7 +419,10 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("torchrun_node_rank_twice", "Two tasks may not have the same node rank."),
             ("torchrun_node_rank_too_high", "Node ranks may not have gaps."),
             ("torchrun_alone", "Tasks of one world must be in one group."),
-            ("torchrun_nproc_unknown", "distflow cannot check `--nproc_per_node auto` (a warning)."),
+            (
+                "torchrun_nproc_unknown",
+                "`--nproc_per_node auto` is the `gpu` of the task's resource. Without `gpu`, it cannot be checked (a warning).",
+            ),
             ("torchrun_c10d", "torchrun's c10d rendezvous numbers the nodes itself (a warning)."),
             ("torchrun_worlds_of_their_own", "Without `ranks`, each plain `torchrun` is a separate world (a warning)."),
         ),

@@ -3,7 +3,7 @@
 ::
 
     DistflowError                      exit  what happened
-    ├── InputError                      2    a document or the command line is wrong
+    ├── InputError                      2    a document or the command line is wrong, or the request does not fit the status
     │   ├── ProblemsFound               2    findings with file:line (documents.problems)
     │   ├── SecretsMissing              2    secrets of an earlier workflow must be given again
     │   └── NotFound                    2    a workflow, task, node, file or another named thing does not exist
@@ -29,8 +29,9 @@
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
 Messages say what failed, where, and what to do. The command line prints them unchanged, most of them after ``error:``. Usage
-errors exit with 2, a full disk with 5 and Ctrl-C with 130. Except for closed outputs, any other exception is
-a bug in distflow, with exit code 70 (``cli.app``).
+errors exit with 2 and Ctrl-C with 130. A full disk exits with 5 if it holds the state directory or temporary files, and with 3
+if it is the target of a download (``StorageError``). If the reader of the output exits, as in ``| head``, most commands
+exit with 0, and ``submit --wait`` with 4. Any other exception is a bug in distflow, with exit code 70 (``cli.app``).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class InvalidValue(ValueError):
 
 
 class InputError(DistflowError):
-    """A document, the configuration or the command line is wrong."""
+    """A document, the configuration or the command line is wrong, or the request does not fit a workflow's or task's status."""
 
     exit_code = 2
 

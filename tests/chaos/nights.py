@@ -12,7 +12,7 @@ from distflow.lifecycle.exits import Action, exit_code_of
 from distflow.lifecycle.states import Reason, State, is_legal
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
-from distflow.state.notices import Notice
+from distflow.state.notification import Notification
 from distflow.state.record import EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
@@ -75,9 +75,11 @@ class _KillableStore(Store):
 
     countdown: _KillCountdown
 
-    def save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notices: Iterable[Notice] = ()) -> None:
+    def save(
+        self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notifications: Iterable[Notification] = ()
+    ) -> None:
         self.countdown.count_down()
-        super().save(records, events, notices)
+        super().save(records, events, notifications)
         self.countdown.count_down()
 
 

@@ -48,7 +48,7 @@ class Logs:
     def __init__(self) -> None:
         self.text: dict[tuple[str, str], bytes] = {}
 
-    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+    def resume_position(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         return f"output.{kind}", len(self.text.get((key.name, f"output.{kind}"), b""))
 
     def has_room(self) -> bool:
@@ -57,7 +57,7 @@ class Logs:
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         self.text[key.name, file] = self.text.get((key.name, file), b"")[:offset] + data
 
-    def beat(self, key: AttemptKey, at: float) -> None:
+    def record_heartbeat(self, key: AttemptKey, at: float) -> None:
         pass
 
 
@@ -175,7 +175,7 @@ def test_the_engines_reason_for_an_end_replaces_the_signal(
     bench.start(other, "trap '' TERM; sleep 600")
     os.kill(pid, signal.SIGTERM)
     # Otherwise, the backend might query the engine before the end of the command is reported.
-    wait_until(lambda: any(one.doubtful for one in bench.backend._held.values()), 20, "the end of the command is held back")
+    wait_until(lambda: any(one.doubtful for one in bench.backend._records.values()), 20, "the end of the command is held back")
     bench.engine.end("1", over)
     end = bench.await_one(Ended, key=killed).end
     assert (end["reason"], end["allocation"], end["message"]) == ("allocation_over", reason, over.message)

@@ -51,7 +51,7 @@ from distflow.backends.base import (
     Unanswered,
 )
 from distflow.backends.machines.backend import MachinesBackend
-from distflow.backends.machines.cleanup import recall_node
+from distflow.backends.machines.cleanup import unknown_workflows_of_node
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.transfers import Fetched, fetch_output, send_blobs
 from distflow.backends.machines.leasing import GangLease
@@ -112,7 +112,7 @@ class Bench:
         if isinstance(observation, Leased):
             self._leases[observation.workflow] = observation
 
-    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+    def resume_position(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         return f"output.{kind}", len(self.logs.get((key.name, f"output.{kind}"), b""))
 
     def has_room(self) -> bool:
@@ -123,7 +123,7 @@ class Bench:
         assert offset <= len(held), "a gap in the log"
         self.logs[key.name, file] = held[:offset] + data
 
-    def beat(self, key: AttemptKey, at: float) -> None:
+    def record_heartbeat(self, key: AttemptKey, at: float) -> None:
         self.beats.append((key.name, at))
 
     def await_one(self, kind: type[T], **match: Any) -> T:
@@ -400,12 +400,12 @@ def test_an_attempt_with_a_complete_report_is_no_longer_polled(bench: Bench) -> 
     bench.await_one(LogComplete, key=key)
 
 
-def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
+def test_the_start_of_an_attempt_of_an_unknown_workflow_is_in_local_time(tmp_path: Path) -> None:
     for bench in _connected(_machines(tmp_path, behind_s=BEHIND_S)):
         begun = steady.now()
         bench.begin("sleep 0.1")
         pool = Pool(name="p", backend="local", nodes=(bench.node,))
-        (found,) = recall_node(pool, bench.node, known=()).workflows
+        (found,) = unknown_workflows_of_node(pool, bench.node, known=()).workflows
         started_at = found.attempts[0].started_at
         assert started_at is not None
         assert abs(started_at - begun) < BEHIND_S / 2
@@ -828,11 +828,11 @@ def test_nodes_with_one_lease_directory_are_known_as_one_machine(tmp_path: Path)
     twin = replace(bench.node, name="twin", root=str(tmp_path / "twin"), lease_dir=str(tmp_path / "link"))
     apart = replace(bench.node, name="apart", root=str(tmp_path / "apart"), lease_dir=str(tmp_path / "others"))
     bench.backend.connect([bench.node])
-    first = bench.await_one(NodeUp, node="local").machine
+    first = bench.await_one(NodeUp, node="local").lease_directory_id
     bench.backend.connect([twin, apart])
     assert first
-    assert bench.await_one(NodeUp, node="twin").machine == first
-    assert bench.await_one(NodeUp, node="apart").machine not in ("", first)
+    assert bench.await_one(NodeUp, node="twin").lease_directory_id == first
+    assert bench.await_one(NodeUp, node="apart").lease_directory_id not in ("", first)
     bench.backend.close()
 
 

@@ -184,7 +184,7 @@ def test_a_lease_that_another_connection_is_making_is_reported_as_locked(
 class Logs:
     """Discard the output."""
 
-    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+    def resume_position(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         return f"output.{kind}", 0
 
     def has_room(self) -> bool:
@@ -193,7 +193,7 @@ class Logs:
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         pass
 
-    def beat(self, key: AttemptKey, at: float) -> None:
+    def record_heartbeat(self, key: AttemptKey, at: float) -> None:
         pass
 
 

@@ -142,7 +142,7 @@ class MirrorSession:
         self._event_count = len(node.events)
         self.link = node.connect()
         for stream, kind in enumerate(("idx", "log")):
-            file, offset = mirror.reached(attempt, kind)
+            file, offset = mirror.resume_position(attempt, kind)
             self.link.request("tail", stream=stream, attempt=attempt, file=file, offset=offset)
 
     def take(self) -> bool:

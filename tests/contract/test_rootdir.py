@@ -266,7 +266,7 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
     assert [one for one in link.request("reap", dry_run=True)["processes"] if one["attempt"] == attempt] == []
     with pytest.raises(AgentError, match="still running"):
         link.request("clean", workflow=node.workflow, keep_output=False)
-    with pytest.raises(AgentError, match="tasks are running here"):
+    with pytest.raises(AgentError, match="tasks may be running on this node"):
         link.request("uninstall")
     assert link.request("stage", blobs=[{"hash": blob, "size": 4}])["missing"] == []
     (node.top / "go").touch()

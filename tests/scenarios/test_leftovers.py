@@ -124,7 +124,7 @@ def test_uninstall_refuses_while_a_task_runs_and_keeps_only_files_of_users(cli: 
     unconfirmed = cli.run("node", "uninstall")
     assert (unconfirmed.code, "--yes" in unconfirmed.err) == (2, True)
     refused = cli.run("node", "uninstall", "--yes")
-    assert (refused.code, f"tasks are running here: {workflow}/one" in refused.err) == (3, True), refused.err
+    assert (refused.code, f"shares its root directory: {workflow}/one" in refused.err) == (3, True), refused.err
     assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
     assert (cli.leases / "gpu-0.lock").exists()
     go.touch()

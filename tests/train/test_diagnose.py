@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distflow.diagnosis.diagnose import diagnose
-from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, TaskOutcome
+from distflow.diagnosis.model import Diagnosis, FirstFailure, GroupOutcome, TaskOutcome
 from distflow.lifecycle.states import Reason
 from preloaded import start_preloaded
 
@@ -33,7 +33,7 @@ FIRST: Mapping[str, FirstFailure] = {
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GroupOutcome]:
     """The outcomes of each fault, as distflow records them for a gang of tasks with one rank each."""
     folder = tmp_path_factory.mktemp("faults")
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
@@ -44,7 +44,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     assert main.wait(200) == 0
     results: dict[str, dict[str, int]] = json.loads((folder / "results.json").read_text())
     return {
-        name: Case(
+        name: GroupOutcome(
             outcomes=tuple(_outcome(folder / name, int(rank), codes[rank]) for rank in sorted(codes)), first=FIRST.get(name)
         )
         for name, codes in results.items()
@@ -112,7 +112,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_the_cause_is_named(cases: dict[str, Case], fault: str) -> None:
+def test_the_cause_is_named(cases: dict[str, GroupOutcome], fault: str) -> None:
     if fault in NEED_MOUNT and fault not in cases:
         pytest.skip("no mount namespaces here")
     key, text = EXPECTED[fault]
@@ -123,20 +123,20 @@ def test_the_cause_is_named(cases: dict[str, Case], fault: str) -> None:
     assert diagnoses[0].remedy
 
 
-def test_every_fault_has_an_expected_diagnosis(cases: dict[str, Case]) -> None:
+def test_every_fault_has_an_expected_diagnosis(cases: dict[str, GroupOutcome]) -> None:
     assert set(EXPECTED) - set(NEED_MOUNT) <= set(cases) <= set(EXPECTED)
 
 
-def test_a_killed_rank_is_diagnosed_together_with_its_disconnected_peer(cases: dict[str, Case]) -> None:
+def test_a_killed_rank_is_diagnosed_together_with_its_disconnected_peer(cases: dict[str, GroupOutcome]) -> None:
     diagnoses: dict[str, Diagnosis] = {one.key: one for one in diagnose(cases["rank_killed"])}
     assert list(diagnoses) == ["killed", "peer-died"]
     assert diagnoses["peer-died"].found.endswith("killed by SIGKILL; rank 0 (master on gpu1) then lost the connection")
 
 
-def test_the_diagnosis_quotes_the_rank_that_failed_first_and_not_its_peers(cases: dict[str, Case]) -> None:
+def test_the_diagnosis_quotes_the_rank_that_failed_first_and_not_its_peers(cases: dict[str, GroupOutcome]) -> None:
     (diagnosis,) = diagnose(cases["rank_raises"])
     assert (diagnosis.task, diagnosis.line) == ("worker", "[rank1]: ValueError: invalid label")
 
 
-def _output(case: Case) -> str:
-    return "\n".join(f"[{outcome.task}] {line}" for outcome in case.outcomes for line in outcome.lines[-20:])
+def _output(group: GroupOutcome) -> str:
+    return "\n".join(f"[{outcome.task}] {line}" for outcome in group.outcomes for line in outcome.lines[-20:])

@@ -13,7 +13,7 @@ import pytest
 
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.train.launch import main
-from distflow.train.launcher.starting import LayoutError, launch, read_share
+from distflow.train.launcher.starting import LayoutError, launch, read_settings
 from train.conftest import DEADLINE_S, SOURCES, Start
 
 HELLO = """
@@ -289,9 +289,9 @@ def test_a_program_without_a_file_can_launch_only_imported_functions(source: str
         (["--offset", "8", "--world_size", "8", "x.py"], "--world_size (DISTFLOW_WORLD_SIZE) 9 or more, or a smaller --offset"),
         (["--world_size", "2", "x.py"], "--master-addr is missing"),
         (["--world_size", "2", "--master-addr", "a", "x.py"], "--master-port is missing"),
-        (["--world_size", "2", "--max-restarts", "1", "x.py"], "--max-restarts: one machine cannot restart"),
+        (["--world_size", "2", "--max-restarts", "1", "x.py"], "--max-restarts (max_restarts): one machine cannot restart"),
         (["--master-port", "70000", "x.py"], "--master-port 70000: give a port from 1 to 65535"),
-        (["--stop-grace", "-1", "x.py"], "--stop-grace -1: give 0 seconds or more"),
+        (["--stop-grace", "-1", "x.py"], "--stop-grace (stop_grace_s) is -1: give 0 seconds or more"),
         (["missing.py"], "missing.py: no such script"),
         (["--sise", "2", "x.py"], "--sise"),
     ],
@@ -309,9 +309,9 @@ def test_a_wrong_command_line_names_flag_and_remedy(
 
 def test_a_variable_with_a_wrong_value_is_named() -> None:
     with pytest.raises(LayoutError, match="DISTFLOW_RANK_SIZE=eight: not a number"):
-        read_share({"DISTFLOW_RANK_SIZE": "eight"})
+        read_settings({"DISTFLOW_RANK_SIZE": "eight"})
     with pytest.raises(LayoutError, match=r"^MASTER_PORT=70000: give a port"):
-        read_share({"MASTER_PORT": "70000"})
+        read_settings({"MASTER_PORT": "70000"})
 
 
 def test_launch_refuses_a_local_function_and_another_thread() -> None:

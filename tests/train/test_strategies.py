@@ -195,7 +195,7 @@ def test_the_strategy_of_parallelize_applies_to_data_and_passes_too(worlds: Worl
 
 def test_changed_shares_are_reported(worlds: Worlds) -> None:
     found = worlds[4]["calls without a plan"]
-    assert "made for data rank 0 of 4, but this is 0 of 2 now: make it after init() and parallelize()" in found["early"]
+    assert "created for share 0 of 4 of the data, but this rank now has share 0 of 2: create it after init()" in found["early"]
     assert found["explicit"] == 8
     assert found["with a frozen model"] == [0, 2]
     (warning,) = found["warnings"]
@@ -277,15 +277,15 @@ def test_the_full_state_dict_is_gathered_on_rank_0(worlds: Worlds) -> None:
         ("trace", "Set split_points"),
         ("plan", "no attention or MLP has separate matrices with known names"),
         ("unknown plan", "the plan names 'thrid'"),
-        ("fused by name", "c_attn seems to hold several matrices at once"),
-        ("fused by shape", "mixed seems to hold several matrices at once"),
+        ("fused by name", "c_attn seems to combine several matrices"),
+        ("fused by shape", "mixed seems to combine several matrices"),
         ("heads", "block0.attention.q_proj: num_heads is 1, not a multiple of the 2 ranks"),
         ("heads", "set `plan` of the strategy without this layer and the layers that are cut together with it"),
         ("sequence", "attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj of Block: add them to `plan`"),
         ("sequence", "with patterns such as '*.attention.q_proj'"),
         ("sequence without norms", "Module has no norm layer: it needs a direct child whose class name ends in `Norm`"),
         ("layers", "name their class in transformer_layer_cls"),
-        ("class", "the model has no layer of class Blok; it has Attention, Block"),
+        ("class", "transformer_layer_cls: the model has no layer of class Blok: choose from Attention, Block"),
         ("call", "loss = model.step(inputs, targets)"),
         ("interleaved", "Shifted is not an nn.Sequential, so it cannot be combined with schedule=interleaved_1f1b: use"),
         ("stages", "2 stages need at least 2 top-level layers, and the model has 1"),

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from distflow.diagnosis.diagnose import diagnose
-from distflow.diagnosis.model import Case, TaskOutcome
+from distflow.diagnosis.model import GroupOutcome, TaskOutcome
 from distflow.layout.strategy.model import parse_strategy
 from distflow.lifecycle.states import Reason
 from distflow.testing.waiting import wait_until
@@ -193,7 +193,7 @@ def test_a_rank_without_memory_fails_if_the_others_do_not_vote(start_with_torch:
     )  # fmt: skip
     assert run.wait() == 1
     assert run.error["rank"] == 1
-    assert "OutOfMemory: this rank ran out of memory, and the vote with the other ranks (limit: 2 s) failed" in run.stderr
+    assert "this rank ran out of memory, and could not agree with the other ranks to skip the step (limit: 2 s): " in run.stderr
 
 
 def test_sigterm_to_one_rank_stops_all_ranks_after_the_same_step(start_with_torch: Start) -> None:
@@ -517,7 +517,8 @@ def test_all_ranks_join() -> None:
 def test_missing_ranks_are_named() -> None:
     """Only the error of rank 0 is certain: the store ends with rank 0, so another rank may not be able to read it."""
     assert (
-        join_ranks([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not join within 1 s: check their output, or raise start_timeout"
+        join_ranks([(0, 4), (2, 4)], 1)[0]
+        == "ranks 1, 3 did not join within 1 s: check their output, or increase `start_timeout` of `train.init()`"
     )
 
 
@@ -549,7 +550,7 @@ def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> N
         _place(environment, "auto")
     line = f"distflow.train.world.WorldError: {caught.value}"
     task = TaskOutcome(task="master", node="gpu1", ranks=range(4), lines=(line,), reason=Reason.EXIT_CODE, exit_code=1)
-    assert [one.key for one in diagnose(Case(outcomes=(task,), first=None))] == ["too-few-gpus"]
+    assert [one.key for one in diagnose(GroupOutcome(outcomes=(task,), first=None))] == ["too-few-gpus"]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class Shared(_Part, frozen=True):
 
 
 class Elastic(_Part, frozen=True):
-    """The smallest number of tasks with which a group may run, and the time to wait for more."""
+    """The smallest number of tasks with ranks with which a group may run, and the time to wait for more."""
 
     min: Count
     wait: Duration | None = None

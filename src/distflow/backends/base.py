@@ -152,9 +152,10 @@ class NodeUp(_Observed, frozen=True, kw_only=True):
     """Number of GPUs found on the node; ``None`` if unknown."""
     cpus: int | None = None
     memory: int | None = None
+    """In bytes."""
     platform: str | None = None
-    machine: str = ""
-    """Id of the lease directory: nodes with the same id share their lease files. Empty if unknown."""
+    lease_directory_id: str = ""
+    """Nodes with the same id are one machine, and share their lease files. Empty if unknown."""
 
 
 class NodeDown(_Observed, frozen=True, kw_only=True):
@@ -329,8 +330,8 @@ class Collected(_OfAttempt, frozen=True, kw_only=True):
     size: int
     """Bytes of the archive."""
     left_out: tuple[str, ...] = ()
-    """Names of files that were left out: sockets, pipes and devices, and in a checkpoint also files that kept changing, and
-    links that lead out of its directory but not to a file. After three names, the number of the others."""
+    """Names of files that were left out: sockets, pipes and devices. In a checkpoint also: files that kept changing, and links
+    to something outside of the parent directory that is not a file. After three names, the number of the others."""
     is_everywhere: bool = False
     """Whether the archive was not copied to this machine, because every node of the pool has it: on a shared file system, or
     because the pool has only one node."""
@@ -385,8 +386,8 @@ Sink = Callable[[Observation], None]
 class LogSink(Protocol):
     """Receives the output of attempts. It may be called from several threads, but from one at a time for each file."""
 
-    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
-        """Return the newest mirrored file of a kind, and the file's length in bytes.
+    def resume_position(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+        """Return the position at which mirroring continues: the newest mirrored file of a kind, and its length in bytes.
 
         The kinds are ``log`` (the output), ``idx`` (its index) and ``samples`` (the resource samples).
         """
@@ -404,7 +405,7 @@ class LogSink(Protocol):
         """Return whether there is room for output now."""
         ...
 
-    def beat(self, key: AttemptKey, at: float) -> None:
+    def record_heartbeat(self, key: AttemptKey, at: float) -> None:
         """Record an attempt's heartbeat at ``at``, in seconds since the epoch by this machine's clock. Never raises."""
         ...
 

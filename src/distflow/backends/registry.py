@@ -45,16 +45,16 @@ def preload(names: Iterable[str]) -> None:
 def require_supported(pool: Pool) -> None:
     """Raise ``InputError`` if the pool's backend is unknown, lacks a package, or does not run on this operating system."""
     if pool.backend not in BACKENDS:
-        message = f"pool {pool.name} has `backend: {pool.backend}`, which this version of distflow does not have"
+        message = f"pool `{pool.name}` has `backend: {pool.backend}`, which this version of distflow does not have"
         raise InputError(message, hint=f"available: {', '.join(BACKENDS)}")
     if pool.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise InputError(
-            f"pool {pool.name} needs the package `kubernetes`, which is not installed",
+            f"pool `{pool.name}` needs the package `kubernetes`, which is not installed",
             hint="run: pip install 'distflow-cli[kubernetes]'",
         )
     if pool.backend == "local" and sys.platform != "linux":
         raise InputError(
-            f"pool {pool.name} runs tasks on this machine, and distflow can run tasks only on Linux",
+            f"pool `{pool.name}` runs tasks on this machine, and distflow can run tasks only on Linux",
             hint="run them on Linux machines over SSH: --hostfile FILE, or a pool with `backend: ssh`",
         )
 

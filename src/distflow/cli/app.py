@@ -43,7 +43,7 @@ _PAIRS = ("--set", "--set-string", "--set-env", "--payload", "--payload-file")
 
 
 _WITHOUT_SERVER = MappingProxyType(
-    dict.fromkeys(("login", "logout", "token", "user"), "there is no sign-in: distflow connects to nodes with SSH")
+    dict.fromkeys(("login", "logout", "token", "user"), "there is no sign-in: distflow uses your SSH keys or your kubeconfig")
     | {"app": "submit a spec: distflow workflow submit FILE"}
     | {"config": "pools and nodes are configured in distflow.yaml, or in the file that DISTFLOW_CONFIG names"}
 )
@@ -91,7 +91,7 @@ class _Root(LazyGroup):
         {
             "Run and watch": {
                 "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
-                "init": ("distflow.cli.init:init_app", "Write a first spec, also from sbatch and torchrun."),
+                "init": ("distflow.cli.init:init_app", "Write a spec, or translate an sbatch script or a torchrun command."),
                 "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
                 "top": ("distflow.cli.top:app", "Show unfinished workflows and the GPUs of the pools, live."),
                 "task": ("distflow.cli.task:app", "List the tasks of all workflows."),

@@ -62,8 +62,8 @@ def clean(
 ) -> None:
     """Remove logs, outputs and files of ended workflows from nodes.
 
-    A workflow is kept if it is unfinished in this machine's store, or if it runs on the node. Copies of logs on this machine
-    stay. Python environments that were not used for the time of --older-than are removed, too.
+    A workflow is kept if it is unfinished in your state directory, or if it runs on the node. Copies of logs on this machine
+    stay. Python environments that were unused for at least --older-than are removed, too.
     """
     age_s = _seconds(older_than) if older_than is not None else None
     with open_client() as client:
@@ -244,8 +244,8 @@ def uninstall(
 ) -> None:
     """Remove distflow and all its files from nodes.
 
-    This includes outputs and logs of tasks. Nothing is removed from a node with a running task. Other files in the root
-    directory are listed and kept.
+    This includes outputs and logs of tasks. Nothing is removed from a node with a running task. Other files in
+    `distflow-node` are listed and kept. Your own files next to that directory are kept, too.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes, must_exist=True)

@@ -96,7 +96,7 @@ def _named(targets: Sequence[NotifyTarget], names: Sequence[str]) -> Sequence[No
     known = [target.label for target in targets]
     for name in names:
         if name not in known:
-            raise NotFound(f"there is no target `{name}`", hint=did_you_mean(name, known, what="targets"))
+            raise NotFound(f"there is no notification target `{name}`", hint=did_you_mean(name, known, what="targets"))
     return [target for target in targets if not names or target.label in names]
 
 

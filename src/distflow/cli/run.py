@@ -102,8 +102,9 @@ def run_command(
         typer.Option(
             "--gpus",
             min=0,
-            help="GPUs of each node. Default: as in the sbatch script. Otherwise, one for each process if you give their "
-            "number, or the number that the pool or hostfile defines; none if the nodes have fewer or an unknown number.",
+            help="GPUs of each node. Default: as in the sbatch script. Otherwise, one GPU for each process of "
+            "--nproc-per-node. Without that option, the number that the pool or hostfile defines. No GPUs if that number is "
+            "unknown or too small.",
         ),
     ] = None,
     ranks: RanksOption = None,

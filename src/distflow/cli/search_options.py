@@ -50,11 +50,13 @@ PrioritiesOption = Annotated[
     typer.Option(
         "--priority",
         metavar="HIGH|NORMAL|LOW",
-        help="Only with this priority; may be repeated.",
+        help="Only entries with this priority; may be repeated.",
         autocompletion=complete_priority,
     ),
 ]
-UsersOption = Annotated[list[str] | None, typer.Option("--user", "-u", help="Only submitted by this user; may be repeated.")]
+UsersOption = Annotated[
+    list[str] | None, typer.Option("--user", "-u", help="Only entries submitted by this user; may be repeated.")
+]
 AllUsersOption = Annotated[bool, typer.Option("--all-users", "-a", help="Include all users. This is the default.")]
 
 

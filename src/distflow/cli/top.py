@@ -56,13 +56,13 @@ def top(
         paint = Paint.of(sys.stdout)
         answers: dict[tuple[str, str], Holders] = {}
 
-        def shown() -> str:
+        def render() -> str:
             found = read_overview(client, pool or (), answers)
             return overview_text(found, now=now(), paint=paint, width=terminal_width(sys.stdout))
 
         if once or not sys.stdout.isatty():
             answers = _read_holders(client, pool or ())
-            print(shown(), end="")
+            print(render(), end="")
             return
         thread = _HolderThread(pool or ())
         from rich.console import Console
@@ -72,7 +72,7 @@ def top(
         with Live(console=Console(file=sys.stdout), screen=True, auto_refresh=False) as live:
             while True:
                 answers = thread.answers
-                live.update(Text.from_ansi(shown(), no_wrap=True, overflow="ellipsis"), refresh=True)
+                live.update(Text.from_ansi(render(), no_wrap=True, overflow="ellipsis"), refresh=True)
                 pause(_INTERVAL_S)
 
 

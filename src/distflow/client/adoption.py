@@ -8,9 +8,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from distflow.backends.machines.cleanup import Recalled
+from distflow.backends.machines.cleanup import UnknownWorkflows
 from distflow.client.client import Client
-from distflow.client.nodes import choose_nodes, recall_nodes
+from distflow.client.nodes import choose_nodes, unknown_workflows_of_nodes
 from distflow.client.notifications.targets import own_targets
 from distflow.client.submission import pool_key
 from distflow.documents.notify import NotifyTarget
@@ -40,8 +40,9 @@ from distflow.supervisor.workflow_copies import (
 __all__ = ["AdoptableWorkflow", "AdoptedWorkflow", "Adoption", "adopt"]
 
 _NO_RECORD = (
-    f"no node that answered has a copy of its record. Only the nodes of the first {MAX_COPIES} tasks of each group keep one: "
-    "search these nodes too. If they have none, its submission was incomplete, or an old version of distflow submitted it"
+    f"no node that answered has a copy of the workflow's record. Only the nodes of the first {MAX_COPIES} tasks of each group "
+    "keep one: search these nodes too. If they have none, the submission was incomplete, or an old version of distflow "
+    "submitted the workflow"
 )
 
 
@@ -72,7 +73,7 @@ class Adoption(Struct, frozen=True, kw_only=True):
     """The result of a search for workflows on nodes."""
 
     workflows: tuple[AdoptedWorkflow, ...]
-    nodes: tuple[Recalled, ...]
+    nodes: tuple[UnknownWorkflows, ...]
     """The answers of the nodes, including errors."""
     kept_aside: Path | None
     """The new path of a damaged store (in a dry run, its current path), or ``None`` if the store is not damaged."""
@@ -114,7 +115,7 @@ def adopt(
     directory = find_state_directory(client.environ) if is_dry_run else client.writable_directory()
     aside = _set_aside(directory, is_dry_run)
     known = frozenset() if aside is not None or not directory.store.exists() else client.store.uuids()
-    answers = recall_nodes(client, pool, hosts=hosts, known=known)
+    answers = unknown_workflows_of_nodes(client, pool, hosts=hosts, known=known)
     found, skipped = _gather(answers, directory.secrets)
     trusted, refused = _trusted(found, trust=trust_records)
     results = (*skipped, *refused, *_adopt(client, trusted, is_dry_run))
@@ -183,7 +184,7 @@ def _foreign_record_note(one: AdoptableWorkflow, adopted_id: str | None) -> tupl
     return (f"its record is not signed with the key of this state directory{outputs}; {remedy}",)
 
 
-def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableWorkflow], list[AdoptedWorkflow]]:
+def _gather(answers: Iterable[UnknownWorkflows], secrets: Path) -> tuple[list[AdoptableWorkflow], list[AdoptedWorkflow]]:
     """Combine the answers of nodes. Return the workflows that can be adopted, and those without a readable copy."""
     copies: dict[str, list[tuple[Pool, WorkflowCopy, bool]]] = {}
     attempts: dict[tuple[str, str], dict[str, list[AdoptedAttempt]]] = {}
@@ -196,7 +197,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableW
                 )
                 attempts.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(attempt)
             try:
-                copy, is_own = read_copy(workflow.copy, secrets, answer.node) if workflow.copy else (None, False)
+                copy, is_own = read_copy(workflow.memo, secrets, answer.node) if workflow.memo else (None, False)
                 if copy is not None and copy.record.uuid == workflow.uuid:
                     copies.setdefault(workflow.uuid, []).append((answer.pool, copy, is_own))
                 elif workflow.attempts:
@@ -205,7 +206,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[AdoptableW
                 unread[workflow.uuid] = error.message
     found = []
     for uuid, candidates in copies.items():
-        # If one node has a record that this key signed, ignore the other records.
+        # If a node has a record that the key of this state directory signed, ignore records that it did not sign.
         is_own = any(own for _, _, own in candidates)
         accepted = [(pool, copy) for pool, copy, own in candidates if own or not is_own]
         copy, pool = latest(one for _, one in accepted), accepted[0][0]

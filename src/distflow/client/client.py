@@ -223,8 +223,8 @@ class Client:
         """
         if self.store.is_read_only:
             return
-        if self.store.has_notices():
-            self._send_notices()
+        if self.store.has_notifications():
+            self._send_notifications()
         if not self.store.has_unfinished():
             return
         from distflow.supervisor.process import ensure_supervisor, is_running, start_errors
@@ -243,7 +243,7 @@ class Client:
         except SupervisorError as error:
             self.notify(f"warning: {error.message}")
 
-    def _send_notices(self) -> None:
+    def _send_notifications(self) -> None:
         from distflow.supervisor.process import detach
         from distflow.supervisor.sending import start_sender
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from distflow.client.client import Client
-from distflow.client.workflows import group_of
+from distflow.client.workflows import check_command, group_of
 from distflow.diagnosis.model import Diagnosis
 from distflow.documents.text import listed
 from distflow.errors import NotFound
@@ -78,8 +78,8 @@ class DiagnosedGroup(Struct, frozen=True, kw_only=True):
 
 
 def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
-    """Return the remedy of a diagnosis, with the workflow's id in its commands."""
-    return diagnosis.remedy.replace("<id>", record.id)
+    """Return the remedy of a diagnosis, with the workflow's id and pool in its commands."""
+    return diagnosis.remedy.replace("<id>", record.id).replace("`distflow pool check`", f"`{check_command(record)}`")
 
 
 def explain_failures(
@@ -164,7 +164,7 @@ def diagnose_groups(
         StateError: if the store cannot be read.
 
     """
-    from distflow.diagnosis.diagnose import case_of, diagnose
+    from distflow.diagnosis.diagnose import diagnose, group_outcome_of
 
     events = client.store.events(record.uuid)
     found = []
@@ -179,15 +179,15 @@ def diagnose_groups(
             for task in attempt_of(group, number)
             if not tasks or task.name in tasks
         }
-        case = case_of(group, number, lines, events)
-        is_failure = bool(number < group.attempt or group.state is State.FAILED or case.silence or case.missing)
+        outcome = group_outcome_of(group, number, lines, events)
+        is_failure = bool(number < group.attempt or group.state is State.FAILED or outcome.silence or outcome.missing)
         findings = _findings(client, record, group, number, lines) if with_findings else ()
         if is_failure or findings:
             found.append(
                 DiagnosedGroup(
                     group=group,
                     attempt=number,
-                    diagnoses=diagnose(case) if is_failure else (),
+                    diagnoses=diagnose(outcome) if is_failure else (),
                     is_failure=is_failure,
                     findings=findings,
                 )

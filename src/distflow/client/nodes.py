@@ -18,12 +18,12 @@ from distflow.backends.machines.cleanup import (
     Cleaned,
     Leftover,
     Reaped,
-    Recalled,
     Uninstalled,
+    UnknownWorkflows,
     clean_node,
     reap_node,
-    recall_node,
     uninstall_node,
+    unknown_workflows_of_node,
 )
 from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
@@ -49,9 +49,9 @@ __all__ = [
     "gpu_uses",
     "reap_jobs",
     "reap_nodes",
-    "recall_nodes",
     "replace_uuids",
     "uninstall_nodes",
+    "unknown_workflows_of_nodes",
 ]
 
 PoolNode = tuple[Pool, Node]
@@ -101,11 +101,11 @@ def choose_nodes(
             missing = f"there is no node `{name}`" if pool is None else f"pool `{pool}` has no node `{name}`"
             raise NotFound(missing, hint=did_you_mean(name, known, what="nodes"))
     if must_exist and not nodes:
-        message = f"pool `{pools[0].name}` has no nodes of its own to clean up, because {pools[0].backend} chooses them"
+        message = f"pool `{pools[0].name}` has no nodes of its own, because {pools[0].backend} chooses them for each job"
         command = f"distflow node reap --pool {pools[0].name}"
         if len(pools) > 1:
             listing = listed([one.name for one in pools])
-            message = f"the pools {listing} have no nodes of their own to clean up, because clusters choose them"
+            message = f"the pools {listing} have no nodes of their own, because clusters choose them for each job"
             command = "distflow node reap"
         raise InputError(message, hint=f"to end leftover jobs: {command}")
     return [one for one in nodes if not names or one[1].name in names]
@@ -163,9 +163,9 @@ def reap_jobs(
     return [reap_allocations(one, ended=ended, unfinished=unfinished, is_dry_run=is_dry_run) for one in chosen]
 
 
-def recall_nodes(
+def unknown_workflows_of_nodes(
     client: Client, pool: str | None = None, *, hosts: Sequence[Host] | None = None, known: Collection[str]
-) -> list[Recalled]:
+) -> list[UnknownWorkflows]:
     """Return the workflows on nodes and in allocations whose uuids are not ``known``. Errors are in the results.
 
     Args:
@@ -180,11 +180,13 @@ def recall_nodes(
         ProblemsFound: if the configuration is wrong.
 
     """
-    answers = ask_nodes(choose_nodes(client, pool, hosts=hosts), lambda one, node: recall_node(one, node, known=known))
+    answers = ask_nodes(
+        choose_nodes(client, pool, hosts=hosts), lambda one, node: unknown_workflows_of_node(one, node, known=known)
+    )
     for one in _allocated_pools(client, pool, hosts):
-        from distflow.backends.allocated.leftovers import recall_allocations
+        from distflow.backends.allocated.leftovers import unknown_workflows_of_allocations
 
-        answers += recall_allocations(one, known=known)
+        answers += unknown_workflows_of_allocations(one, known=known)
     return answers
 
 

@@ -20,7 +20,7 @@ from distflow.state.directory import write_profile
 from distflow.structs import replace
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.checks.checking import Checked
+    from distflow.backends.machines.checks.checking import PoolMeasurements
     from distflow.backends.machines.checks.network import Verdict
 
 __all__ = [
@@ -173,7 +173,7 @@ class PoolCheck(Struct, frozen=True, kw_only=True):
     """The measurements of a pool's nodes, and the verdict whether a gang can run on them."""
 
     pool: Pool
-    checked: Checked
+    checked: PoolMeasurements
     verdict: Verdict
 
 
@@ -257,7 +257,7 @@ def check_pool_nodes(
 def _check_engine(pool: Pool, on_progress: Callable[[str], None]) -> PoolCheck:
     """Check the engine that allocates the nodes of a pool."""
     from distflow.backends.allocated.engines import open_engine
-    from distflow.backends.machines.checks.checking import Checked
+    from distflow.backends.machines.checks.checking import PoolMeasurements
     from distflow.backends.machines.checks.findings import error, folded
     from distflow.backends.machines.checks.network import Verdict
 
@@ -272,7 +272,7 @@ def _check_engine(pool: Pool, on_progress: Callable[[str], None]) -> PoolCheck:
     summary = "can run gangs" if worst is None else f"may be unable to run gangs: {worst.message}"
     return PoolCheck(
         pool=pool,
-        checked=Checked(nodes=(), pairs=()),
+        checked=PoolMeasurements(nodes=(), pairs=()),
         verdict=Verdict(can_run=worst is None, text=f"pool {pool.name} {summary}", findings=findings),
     )
 

@@ -53,6 +53,8 @@ _RUNNING = (State.RUNNING, State.STOPPING)
 class RunningTask(Struct, frozen=True, kw_only=True):
     """A running task and the data needed to start a command alongside it."""
 
+    workflow: str
+    """The id of the workflow."""
     task: str
     attempt: str
     """The name of the attempt on its node."""
@@ -98,7 +100,8 @@ class RunningTask(Struct, frozen=True, kw_only=True):
             )
         except AgentError as error:
             if error.kind == "not_running":
-                raise InputError(f"{self.task} is no longer running") from None
+                hint = f"details: distflow workflow query {self.workflow}"
+                raise InputError(f"{self.workflow}/{self.task} is no longer running", hint=hint) from None
             raise
 
 
@@ -152,6 +155,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
     except LookupError as error:
         raise InputError(f"{error.args[0]} is no longer stored", hint="submit the workflow again") from None
     return RunningTask(
+        workflow=record.id,
         task=task.name,
         attempt=attempt_name(record.uuid, group, task.name, task.attempt),
         pool=pool,

@@ -321,6 +321,7 @@ def submit(
         InputError: if an output of another workflow does not exist, if that workflow has not ended, or if a secret contains a
             NUL byte.
         NodeError: if an output of another workflow cannot be fetched.
+        StateError: if an output cannot be stored on this machine, such as on a full disk.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored nevertheless, except if the supervisor of an
             older version of distflow is running and cannot be stopped.
@@ -552,6 +553,7 @@ def restart(
     Raises:
         InputError: if a needed output does not exist, if its workflow has not ended, or if a secret contains a NUL byte.
         NodeError: if a needed output cannot be fetched.
+        StateError: if an output cannot be stored on this machine, such as on a full disk.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored nevertheless, except if the supervisor of an
             older version of distflow is running and cannot be stopped.

@@ -1,4 +1,7 @@
-"""Build a case from records and log lines, find the rules that match, and choose those that are closest to the cause. Pure."""
+"""Build the outcome of a group from records and log lines, find the rules that match, and choose those closest to the cause.
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from distflow.diagnosis.ends import HIDDEN, by_ends, by_kernel
-from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, Hit, Level, TaskOutcome, hits_in
+from distflow.diagnosis.model import Diagnosis, FirstFailure, GroupOutcome, Hit, Level, TaskOutcome, hits_in
 from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.event_text import hang_text
@@ -18,7 +21,7 @@ from distflow.supervisor.error_reports import failure_report, hidden_failure_rep
 from distflow.supervisor.failures import MissingRanks, missing_ranks
 from distflow.supervisor.timeline import attempt_of, cause_of
 
-__all__ = ["case_of", "diagnose"]
+__all__ = ["diagnose", "group_outcome_of"]
 
 
 _LONGEST_LINE = 500
@@ -47,54 +50,57 @@ class _Match(Struct, frozen=True):
         return any(pattern.search(line) for line in first.traceback.splitlines() for pattern in self.rule.patterns)
 
 
-def diagnose(case: Case) -> tuple[Diagnosis, ...]:
-    """Return the diagnoses of a case; empty if nothing shows a cause.
+def diagnose(group: GroupOutcome) -> tuple[Diagnosis, ...]:
+    """Return the diagnoses of a group's attempt; empty if nothing shows a cause.
 
     If the task that failed first has the reason ``OOM_KILLED``, the lack of memory is the only diagnosis. Otherwise, lines
     about waiting count only if no line names a cause, and lines about a lost peer only if nothing else shows one. Of lines
     of the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that task,
     its exception or other end is the cause: the other tasks only lost the connection to it.
     """
-    killed = by_kernel(case)
+    killed = by_kernel(group)
     if killed is not None:
         return (killed,)
-    matches = _matches(case)
-    ended = by_ends(case)
-    first = case.first.task if case.first else None
-    if case.first is not None and case.first.traceback:
-        if not any(one.explains(case.first) for one in matches):
-            return (_exception(case, case.first, matches), *(one for one in ended if one.key == HIDDEN.key))
+    matches = _matches(group)
+    ended = by_ends(group)
+    first = group.first.task if group.first else None
+    if group.first is not None and group.first.traceback:
+        if not any(one.explains(group.first) for one in matches):
+            return (_exception(group, group.first, matches), *(one for one in ended if one.key == HIDDEN.key))
     elif first is not None and matches and not any(one.is_from(first) for one in matches):
-        return (*ended, _peer_died(case, matches))
+        return (*ended, _peer_died(group, matches))
     for level in Level:
         found = [one for one in matches if one.rule.level is level]
         chosen = [one for one in found if first is not None and one.is_from(first)] or found
         if level is Level.CAUSE and chosen:
-            return (*(_diagnosis(case, one) for one in chosen), *(one for one in ended if one.key == HIDDEN.key))
+            return (*(_diagnosis(group, one) for one in chosen), *(one for one in ended if one.key == HIDDEN.key))
         if level is Level.STALL and chosen:
-            return (*ended, *(_diagnosis(case, one) for one in chosen))
+            return (*ended, *(_diagnosis(group, one) for one in chosen))
         if level is Level.BYSTANDER and not ended:
-            return tuple(_diagnosis(case, one) for one in chosen)
+            return tuple(_diagnosis(group, one) for one in chosen)
     return ended
 
 
-def _matches(case: Case) -> list[_Match]:
+def _matches(group: GroupOutcome) -> list[_Match]:
     """Return the rules that match. Each line counts only for the first rule that it shows."""
     found: list[_Match] = []
     taken: set[tuple[str, str]] = set()
     for rule in RULES:
         hits = tuple(
-            hit for outcome in case.outcomes for hit in hits_in(outcome, rule.patterns) if (outcome.task, hit.line) not in taken
+            hit
+            for outcome in group.outcomes
+            for hit in hits_in(outcome, rule.patterns)
+            if (outcome.task, hit.line) not in taken
         )
-        details = rule.explain(case, hits) if hits else None
+        details = rule.explain(group, hits) if hits else None
         if details is not None:
             found.append(_Match(rule, hits, details))
             taken.update((hit.outcome.task, hit.line) for hit in hits)
     return found
 
 
-def _diagnosis(case: Case, match: _Match) -> Diagnosis:
-    first = case.first.task if case.first else None
+def _diagnosis(group: GroupOutcome, match: _Match) -> Diagnosis:
+    first = group.first.task if group.first else None
     # Quote the last matching line of the task that failed first, or else the first matching line.
     hit = next((hit for hit in reversed(match.hits) if hit.outcome.task == first), match.hits[0])
     rule = match.rule
@@ -103,14 +109,14 @@ def _diagnosis(case: Case, match: _Match) -> Diagnosis:
     )
 
 
-def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagnosis:
+def _exception(group: GroupOutcome, first: FirstFailure, matches: list[_Match]) -> Diagnosis:
     """Return a diagnosis with the rank or task, its exception, and the ranks or tasks that lost the connection."""
     raised = _raised_text(first.traceback)
     logs = f"logs <id> --rank {first.rank}" if first.rank.isdigit() else "logs <id>"
     return Diagnosis(
         key=EXCEPTION.key,
         cause=EXCEPTION.cause,
-        found=f"{_who_failed(case, first)} raised {raised}{_peers_text(case, first, matches)}",
+        found=f"{_who_failed(group, first)} raised {raised}{_peers_text(group, first, matches)}",
         remedy=EXCEPTION.remedy.replace("logs <id>", logs),
         task=first.task,
         traceback=first.traceback,
@@ -128,26 +134,27 @@ def _raised_text(traceback: str) -> str:
     return f"{_cut(message)} ({place[1]}, line {place[2]})" if place else _cut(message)
 
 
-def _who_failed(case: Case, first: FirstFailure) -> str:
-    place = next((one.place for one in case.outcomes if one.task == first.task), first.task)
+def _who_failed(group: GroupOutcome, first: FirstFailure) -> str:
+    place = next((one.place for one in group.outcomes if one.task == first.task), first.task)
     return f"rank {first.rank} ({place})" if first.rank.isdigit() else place
 
 
-def _peers_text(case: Case, first: FirstFailure, matches: list[_Match]) -> str:
+def _peers_text(group: GroupOutcome, first: FirstFailure, matches: list[_Match]) -> str:
     others = dict.fromkeys(hit.who for one in matches if one.rule.level is not Level.CAUSE for hit in one.hits)
-    others.pop(_who_failed(case, first), None)
+    others.pop(_who_failed(group, first), None)
     return f"; {', '.join(others)} then lost the connection" if others else ""
 
 
-def _peer_died(case: Case, matches: list[_Match]) -> Diagnosis:
+def _peer_died(group: GroupOutcome, matches: list[_Match]) -> Diagnosis:
     """Return a diagnosis with the rank or task that failed first, and the ranks or tasks that lost the connection."""
-    assert case.first is not None  # noqa: S101  (the caller has checked)
-    task = case.first.task
-    last = next((line for one in case.outcomes if one.task == task for line in reversed(one.lines) if line.strip()), "")
+    assert group.first is not None  # noqa: S101  (the caller has checked)
+    task = group.first.task
+    peers = _peers_text(group, group.first, matches)
+    last = next((line for one in group.outcomes if one.task == task for line in reversed(one.lines) if line.strip()), "")
     return Diagnosis(
         key=PEER_DIED.key,
         cause=PEER_DIED.cause,
-        found=f"{_who_failed(case, case.first)} failed first: {case.first.message}{_peers_text(case, case.first, matches)}",
+        found=f"{_who_failed(group, group.first)} failed first: {group.first.message}{peers}",
         remedy=PEER_DIED.remedy,
         task=task,
         line=_cut(last),
@@ -159,14 +166,16 @@ def _cut(line: str) -> str:
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} …"
 
 
-# -- the case ---------------------------------------------------------------------------------------------------------
+# -- the outcome of a group --------------------------------------------------------------------------------------------
 
 _LINES = 300
 """The maximum number of lines at the end of each task's output that the rules search. Those of torchrun do not count."""
 
 
-def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[EventRecord]) -> Case:
-    """Return one attempt of a group as a case.
+def group_outcome_of(
+    group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[EventRecord]
+) -> GroupOutcome:
+    """Return the outcome of one attempt of a group.
 
     ``lines`` are the last lines of its tasks' output, by task. ``events`` are the events of the workflow, in order.
     """
@@ -175,7 +184,7 @@ def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]]
     first = _first_failure(cause, tasks, lines) if cause else None
     if first is None and missing is not None:
         first = _hidden_failure(missing, lines.get(missing.task.name, ()))
-    return Case(
+    return GroupOutcome(
         outcomes=tuple(_outcome(task, lines.get(task.name, ())) for task in tasks),
         first=first,
         missing=_missing_text(tasks, cause, missing),

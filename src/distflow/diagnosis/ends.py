@@ -1,11 +1,11 @@
-"""Find the causes that events, kernel logs and the way tasks ended show, without the output. Pure."""
+"""Find the causes that events, kernel logs and the way tasks ended show, without the output. This module does no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from distflow.diagnosis.model import Case, Diagnosis, TaskOutcome
+from distflow.diagnosis.model import Diagnosis, GroupOutcome, TaskOutcome
 from distflow.diagnosis.rules import HANG, HOST_MEMORY, Rule
 from distflow.lifecycle.states import Reason
 
@@ -131,14 +131,14 @@ _NOT_EXECUTED = (126, 127)
 """Exit codes if a program cannot be executed or does not exist."""
 
 
-def by_kernel(case: Case) -> Diagnosis | None:
+def by_kernel(group: GroupOutcome) -> Diagnosis | None:
     """Return a diagnosis if the task that failed first has the reason ``OOM_KILLED``.
 
     If the first failure is not known, any task counts.
     """
-    for outcome in _suspects(case):
+    for outcome in _suspects(group):
         if outcome.reason is Reason.OOM_KILLED:
-            message = case.first.message if case.first else ""
+            message = group.first.message if group.first else ""
             return _diagnosis(
                 HOST_MEMORY,
                 outcome,
@@ -148,63 +148,63 @@ def by_kernel(case: Case) -> Diagnosis | None:
     return None
 
 
-def by_ends(case: Case) -> tuple[Diagnosis, ...]:
-    """Return the causes that the ends and events of a case show without the output, the most specific first."""
-    found = (_from_signal(case), _from_reason(case), _from_silence(case), _from_missing(case))
+def by_ends(group: GroupOutcome) -> tuple[Diagnosis, ...]:
+    """Return the causes that the ends and events of a group show without the output, the most specific first."""
+    found = (_from_signal(group), _from_reason(group), _from_silence(group), _from_missing(group))
     return tuple(one for one in found if one is not None)
 
 
-def _from_reason(case: Case) -> Diagnosis | None:
-    for outcome in _suspects(case):
+def _from_reason(group: GroupOutcome) -> Diagnosis | None:
+    for outcome in _suspects(group):
         rule = _BY_REASON.get(outcome.reason) if outcome.reason else None
         if rule is NOT_STARTED and outcome.exit_code in _NOT_EXECUTED:
             rule = NO_PROGRAM
         if rule is not None:
-            message = case.first.message if case.first and case.first.task == outcome.task else ""
+            message = group.first.message if group.first and group.first.task == outcome.task else ""
             return _diagnosis(rule, outcome, f"{outcome.place}: {message}" if message else outcome.place)
     return None
 
 
-def _from_signal(case: Case) -> Diagnosis | None:
-    for outcome in _suspects(case):
-        number = _signal(case, outcome) if outcome.reason in (Reason.SIGNAL, Reason.EXIT_CODE) else 0
+def _from_signal(group: GroupOutcome) -> Diagnosis | None:
+    for outcome in _suspects(group):
+        number = _signal(group, outcome) if outcome.reason in (Reason.SIGNAL, Reason.EXIT_CODE) else 0
         rule = KILLED if number == 9 else CRASHED if number in _CRASHES else None
         if rule is not None:
             name = "SIGKILL" if number == 9 else _CRASHES[number]
-            rank = case.first.rank if case.first and case.first.task == outcome.task and case.first.rank.isdigit() else ""
+            rank = group.first.rank if group.first and group.first.task == outcome.task and group.first.rank.isdigit() else ""
             who = f"rank {rank} ({outcome.place})" if rank else outcome.place
             return _diagnosis(rule, outcome, f"{who} was ended by {name}")
     return None
 
 
-def _from_silence(case: Case) -> Diagnosis | None:
-    if not case.silence:
+def _from_silence(group: GroupOutcome) -> Diagnosis | None:
+    if not group.silence:
         return None
-    return Diagnosis(key=HANG.key, cause=HANG.cause, found=case.silence, remedy=HANG.remedy)
+    return Diagnosis(key=HANG.key, cause=HANG.cause, found=group.silence, remedy=HANG.remedy)
 
 
-def _from_missing(case: Case) -> Diagnosis | None:
-    if not case.missing:
+def _from_missing(group: GroupOutcome) -> Diagnosis | None:
+    if not group.missing:
         return None
-    task = case.first.task if case.first else ""
-    return Diagnosis(key=HIDDEN.key, cause=HIDDEN.cause, found=case.missing, remedy=HIDDEN.remedy, task=task)
+    task = group.first.task if group.first else ""
+    return Diagnosis(key=HIDDEN.key, cause=HIDDEN.cause, found=group.missing, remedy=HIDDEN.remedy, task=task)
 
 
-def _suspects(case: Case) -> Iterator[TaskOutcome]:
+def _suspects(group: GroupOutcome) -> Iterator[TaskOutcome]:
     """Yield the task that failed first; all tasks if it is not known."""
-    for outcome in case.outcomes:
-        if case.first is None or outcome.task == case.first.task:
+    for outcome in group.outcomes:
+        if group.first is None or outcome.task == group.first.task:
             yield outcome
 
 
-def _signal(case: Case, outcome: TaskOutcome) -> int:
+def _signal(group: GroupOutcome, outcome: TaskOutcome) -> int:
     """Return the number of the signal that ended a task, or its rank that failed first; 0 if none is known.
 
     For a rank, and for an exit code such as 137, only SIGKILL and the signals of crashes count.
     """
     if outcome.signal is not None:
         return outcome.signal
-    named = case.first.rank_signal if case.first and case.first.task == outcome.task else None
+    named = group.first.rank_signal if group.first and group.first.task == outcome.task else None
     if named == 9 or named in _CRASHES:
         return named or 0
     code = outcome.exit_code or 0

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from distflow.lifecycle.states import Reason
 
-__all__ = ["Case", "Diagnosis", "FirstFailure", "Hit", "Level", "TaskOutcome", "hits_in"]
+__all__ = ["Diagnosis", "FirstFailure", "GroupOutcome", "Hit", "Level", "TaskOutcome", "hits_in"]
 
 _RANK = re.compile(r"^(?:\[default\d+\]:)?\[rank ?(\d+)\]", re.IGNORECASE)
 """The start of lines that torch prints for a rank after it has joined its world."""
@@ -62,14 +62,14 @@ class FirstFailure(Struct, frozen=True, kw_only=True):
     """The traceback of the Python exception that ended that rank; empty if none is known."""
 
 
-class Case(Struct, frozen=True, kw_only=True, dict=True):
-    """One attempt of a group."""
+class GroupOutcome(Struct, frozen=True, kw_only=True, dict=True):
+    """The outcome of one attempt of a group."""
 
     outcomes: tuple[TaskOutcome, ...]
     """All tasks of the attempt, in the order of the spec."""
     first: FirstFailure | None = None
     silence: str = ""
-    """The report that the gang is silent; empty if it was not silent at the end."""
+    """The report that no task printed anything or sent a heartbeat for ``hang_timeout``; empty if there is none."""
     missing: str = ""
     """The report of ranks that failed although their task ended with code 0; empty if there are none."""
 
@@ -117,9 +117,9 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     cause: str
     """One clause in plain words."""
     found: str
-    """Details of this case; may be empty."""
+    """The evidence; may be empty."""
     remedy: str
-    """The remedy. ``<id>`` stands for the id of the workflow."""
+    """The remedy. ``<id>`` stands for the id of the workflow, and ``distflow pool check`` for the check of its pool."""
     task: str = ""
     """The task whose output or end shows the cause; the first of several. Empty for a silent gang."""
     line: str = ""

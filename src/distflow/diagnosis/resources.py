@@ -1,6 +1,6 @@
-"""Findings in the use of resources: idle GPUs, slow input, throttling, unequal GPUs, growing memory, GPU errors. Pure.
+"""Findings in the use of resources: idle GPUs, slow input, throttling, unequal GPUs, growing memory, GPU errors.
 
-They are not failures: a workflow can have them while it runs and after it completed.
+This module does no I/O. They are not failures: a workflow can have them while it runs and after it completed.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ def _idle(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     if not idle:
         return ""
     busy = [gpu for gpu in gpus if gpu not in idle]
-    words = f"{_gpu_names([gpu.number for gpu in idle])} of {use.place} did nothing for the last {_span(use)}"
+    below = f"stayed below {_IDLE_PERCENT:.0f}% utilization for the last {_span(use)}"
+    words = f"{_gpu_names([gpu.number for gpu in idle])} of {use.place} {below}"
     if not busy:
         return words
     mean = sum(gpu.utilization for gpu in busy) / len(busy)
@@ -232,7 +233,8 @@ def _input_bound(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     mean, cores = sum(gpu.utilization for gpu in busy) / len(busy), sum(known) / len(known)
     if mean >= _BUSY_PERCENT:
         return ""
-    words = f"the GPUs of {use.place} were {mean:.0f}% busy in the last {_span(use)}"
+    verb = "were" if len(busy) > 1 else "was"
+    words = f"{_gpu_names([gpu.number for gpu in busy])} of {use.place} {verb} {mean:.0f}% busy in the last {_span(use)}"
     if cores >= _FULL_CPU * limit:
         return f"{words}, while {cores:.0f} of {limit:.0f} CPUs were in use"
     if _ONE_CORE[0] <= cores / len(busy) <= _ONE_CORE[1]:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from distflow.diagnosis import explanations
-from distflow.diagnosis.model import Case, Hit, Level
+from distflow.diagnosis.model import GroupOutcome, Hit, Level
 
 __all__ = ["EXCEPTION", "HANG", "HOST_MEMORY", "PEER_DIED", "RULES", "Rule"]
 
-Explain = Callable[[Case, Sequence[Hit]], str | None]
+Explain = Callable[[GroupOutcome, Sequence[Hit]], str | None]
 """A function that returns the details of a cause from the lines that show it; ``None`` if the lines mean another cause."""
 
 

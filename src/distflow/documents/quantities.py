@@ -134,7 +134,7 @@ def parse_bytes(value: str | float) -> int:
 
 
 def parse_log_bytes(value: str | float) -> int:
-    """Return the size of a log in bytes, like ``parse_bytes``. Also raises ``InvalidValue`` for less than 1 MiB."""
+    """Return the maximum size of a log in bytes, like ``parse_bytes``. Also raises ``InvalidValue`` for less than 1 MiB."""
     size = parse_bytes(value)
     if size < 1 << 20:
         raise InvalidValue(f"`{value}` is too small for a log", "write `1Mi` or more")

@@ -171,7 +171,7 @@ def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | N
             node = _node_of(event, text, starts)
             count += 1
             if count > MAX_NODES:
-                raise _Refused(index, f"the document has more than {MAX_NODES} parts")
+                raise _Refused(index, f"the document has more than {MAX_NODES:,} keys and values")
             if event.anchor is not None:
                 anchors[event.anchor] = node
             root = _attach(stack, node, index) or root
@@ -201,7 +201,7 @@ def _close(node: _Node, above: int) -> None:
     node.size += sum(item.size for item in node.items)
     node.depth = 1 + max((item.depth for item in node.items), default=0)
     if node.size > MAX_NODES or above + node.depth > MAX_DEPTH:
-        what = f"more than {MAX_NODES} parts" if node.size > MAX_NODES else f"more than {MAX_DEPTH} levels"
+        what = f"more than {MAX_NODES:,} values" if node.size > MAX_NODES else f"more than {MAX_DEPTH} levels"
         raise _Refused(node.index, f"the aliases of this document expand to {what}", "write it with fewer aliases (`*name`)")
 
 

@@ -1,4 +1,4 @@
-"""Write a document as YAML that people read: keys in their order, and texts of several lines as blocks."""
+"""Write a document as YAML for people: keys in their order, and texts of several lines as blocks where PyYAML allows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["unsupported", "yaml_text"]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
+    """Writes texts of several lines as blocks where PyYAML allows it."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

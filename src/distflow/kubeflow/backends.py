@@ -101,7 +101,8 @@ def pool_choice(config: object | None) -> PoolChoice:
         return PoolChoice()
     if name == "ContainerBackendConfig":
         _log.warning(
-            "jobs run in the pool `local`, whose tasks run in containers only if its `container` is set (docs/containers.md)"
+            "jobs run in the pool `local`, whose tasks run in containers only if the pool sets `container` and the job has an "
+            "image (docs/containers.md)"
         )
         return PoolChoice(pool=_LOCAL_POOL)
     if name == "LocalProcessBackendConfig":

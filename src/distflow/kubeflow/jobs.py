@@ -94,7 +94,7 @@ def events_of(record: WorkflowRecord, events: Iterable[StoredEvent]) -> list[Eve
 
 
 def failure_text(record: WorkflowRecord, last_lines: Mapping[str, str]) -> str:
-    """Return the message for a failed job: the first cause with its traceback or last lines, and the status of each node.
+    """Return the message for a failed job: the first cause with its traceback or last lines, and the status of each task.
 
     ``last_lines`` has the last line of each task's output. If the first cause is known, the lines of the other tasks are shown.
     """

@@ -1,4 +1,7 @@
-"""The offset of a node's clock from this machine's, with its uncertainty, measured from round trips. Pure."""
+"""The offset of a node's clock from this machine's, with its uncertainty, measured from round trips.
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 

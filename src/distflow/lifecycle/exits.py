@@ -1,4 +1,4 @@
-"""Exit codes in OSMO's ranges, and the actions that a spec assigns to them (``exitActions``). Pure.
+"""Exit codes in OSMO's ranges, and the actions that a spec assigns to them (``exitActions``). This module does no I/O.
 
 Codes from 0 to 255 are the command's own (128 + n when signal n ended it). Other causes have other codes: 302 for images, 2xxx
 for data, 3xxx for most others, such as lost nodes, memory, the start and dependencies. A cancellation,
@@ -111,7 +111,8 @@ def parse_codes(text: str) -> Codes:
             raise InvalidValue(f"the range `{part}` is empty", f"write `{last}-{first}`")
         if last > _LARGEST:
             raise InvalidValue(
-                f"`{part}` is above the largest exit code, {_LARGEST}", "write codes from 0 to 9999; commands end with 0 to 255"
+                f"`{last}` is not an exit code: the largest is {_LARGEST}",
+                "write 0-255 for exit codes of the command, or a code of distflow such as 2012 or 3001 (docs/retries.md)",
             )
         found.append((first, last))
     return tuple(found)

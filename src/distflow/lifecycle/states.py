@@ -34,11 +34,11 @@ class State(str, Enum):
     """The phase of a task or a group."""
 
     WAITING = "WAITING"
-    """Waits for the groups that it depends on, and for its inputs from URLs."""
+    """Waits for the groups that it depends on, and until distflow has checked or fetched its inputs from URLs."""
     SCHEDULING = "SCHEDULING"
     """Waits for nodes in its pool's queue, for the end of a retry's backoff, or for its Python environment to be built."""
     INITIALIZING = "INITIALIZING"
-    """Has nodes. Files are copied there, and the start is prepared."""
+    """Has nodes. Files and inputs are copied or downloaded there, and the start is prepared."""
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
     """Is being stopped: TERM, a grace period, then KILL."""

@@ -223,7 +223,7 @@ def _launch(
 
 
 def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
-    """Return the launch with its member number and Valohai's variables.
+    """Return the launch with its number in Valohai's ``distributed.json``, and with Valohai's variables.
 
     It is unchanged without a number, or if the spec sets variables that begin with ``VH_``.
     """

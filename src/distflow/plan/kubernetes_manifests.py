@@ -99,9 +99,10 @@ def _require_expressible_workflow(spec: WorkflowSpec) -> None:
     if spec.max_log is not None:
         raise _refusal(spec.mark, f"{message}: `max_log`", hint)
     for key in spec.labels:
-        # In Kubernetes, each part of a prefix between dots begins and ends with a letter or a digit.
         if re.search(r"[.-]\.|\.-", key.rpartition("/")[0]):
-            raise _refusal(spec.mark, f"{message}: the label `{key}`", hint)
+            reason = "each part of its prefix between dots must begin and end with a letter or a digit"
+            message = f"Kubernetes does not allow the label key `{key}`: {reason}"
+            raise _refusal(spec.mark, message, "rename the label, or run the workflow with distflow")
 
 
 def _refusal(where: Mark, message: str, hint: str) -> ProblemsFound:
@@ -222,8 +223,8 @@ class _Group(Struct, frozen=True):
                 raise _refusal(task.mark, f"{message} than task {first.task}", or_else)
         if len(kinds := kinds_of(launches)) > 1:
             other = tasks[kinds[1][0].task]
-            message = f"task {other.name} has another command, environment or files than task {first.task}"
-            raise _refusal(other.mark, message, f"give all tasks of the group the same ones, or {or_else}")
+            message = f"task {other.name} differs from task {first.task} in its command, environment, files or `exitActions`"
+            raise _refusal(other.mark, message, f"make the tasks of the group equal, except for their names, or {or_else}")
         given = {
             "scheduler": self.settings.scheduler,
             "host_network": self.settings.host_network,

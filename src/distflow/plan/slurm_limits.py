@@ -65,13 +65,12 @@ def _group_limits(group: GroupPlan, pool: Pool) -> _Limits:
         hint = "create one on a shared file system, and export with `--python /shared/venv/bin/python`"
         yield (f"`venv` is left out: no Python environment is built from {group.venv.file}", hint), ""
     if len({launch.resource for launch in group.launches}) > 1 and pool.slurm is not None and not pool.slurm.het_jobs:
-        yield (
-            ("all nodes are requested in the size of the largest task, because the pool has `het_jobs: false`", ""),
-            group.name,
-        )
-    if any(word in ("mpirun", "horovodrun") for launch in group.launches for word in launch.argv[:1]):
+        message = "every node is requested with the largest amount of each resource in the group"
+        yield (f"{message}, because the pool has `het_jobs: false`", ""), group.name
+    programs = {word for launch in group.launches for word in launch.argv[:1]}
+    if len(group.launches) > 1 and programs & {"mpirun", "horovodrun"}:
         hint = "if the nodes refuse that, start the program with `srun --mpi=pmix` instead"
-        yield ("the lead starts the processes on the other nodes through SSH", hint), group.name
+        yield ("the lead starts the processes on the other nodes itself, usually through SSH", hint), group.name
 
 
 def _task_limits(launch: Launch, pool: Pool) -> Iterator[tuple[str, str]]:

@@ -71,8 +71,8 @@ def slurm_script(
         files_next_to_it: Whether files that are too large for the script can be written to a directory next to the script.
 
     Raises:
-        InputError: if the files are too large, if one ``srun`` cannot start all tasks of a group, or if a variable of the spec
-            has the name of a variable of the script.
+        InputError: if the files are too large, if the tasks of a group have different images for Pyxis, or if a variable of the
+            spec has the name of a variable of the script.
 
     """
     groups = [_Group(as_exported(group), pool) for group in plan.groups]

@@ -1,7 +1,7 @@
 """Parse hostfiles in the formats of Open MPI, DeepSpeed and MPICH, and choose the pool of a command.
 
 A slot means a GPU. A host in several equal lines without slots has as many slots as lines, as in the machine files of batch
-systems. A host in several lines with slots is an error, as in DeepSpeed, because one of the numbers must be wrong.
+systems. All other repeated lines of a host are errors, as in DeepSpeed, because one line must be wrong.
 ``python=PATH`` is an addition that only distflow reads.
 """
 

@@ -71,7 +71,7 @@ _FORBIDDEN_OPTIONS: Mapping[str, str] = MappingProxyType(
         "--wrap": "",
     }
 )
-"""Options of ``sbatch`` that ``extra`` may not contain: distflow sets them, or they would change how distflow runs the job.
+"""Options of ``sbatch`` that ``extra`` may not contain: ``slurm`` has a key for them, or they would change how the job runs.
 
 Each has the key of ``slurm`` to use instead; empty if there is none."""
 
@@ -115,6 +115,13 @@ def _platform(item: View) -> SlurmPlatform:
     return SlurmPlatform(partition=item.string("partition"), constraint=item.string("constraint"), gres=item.string("gres"))
 
 
+def _instead(key: str) -> str:
+    """Return the hint for an option that ``extra`` may not contain, and that the key ``key`` of ``slurm`` replaces."""
+    if key == "gpu_option":
+        return "remove it; set `gpu` in `resources` of the spec, and `gpu_option` of `slurm` if the cluster needs this option"
+    return f"remove it; use the key `{key}` of `slurm`" if key else "remove it"
+
+
 def _extra(slurm: View) -> tuple[str, ...]:
     """Return further options of ``sbatch``, and add findings. ``sbatch`` would use an argument without a dash as its script."""
     found = []
@@ -130,10 +137,10 @@ def _extra(slurm: View) -> tuple[str, ...]:
         elif name in _FORBIDDEN_OPTIONS:
             key = _FORBIDDEN_OPTIONS[name]
             slurm.add(
-                f"`{name}` in `slurm.extra` is an option that distflow sets itself"
+                f"`{name}` cannot be in `slurm.extra`, because `slurm` has a key for it"
                 if key
                 else f"`{name}` cannot be in `slurm.extra`, because it would change how distflow runs the job",
-                f"remove it; use the key `{key}` of `slurm`" if key else "remove it",
+                _instead(key),
                 where=text.mark,
             )
         found.append(option)

@@ -165,9 +165,9 @@ def _regex(entry: View, dataset: View) -> str:
 
 def _data(entry: View, position: int, *, writes: bool) -> DataSpec:
     text = entry.string("url") or ""
-    strange = next((token for token in find_tokens(text) if token.name != "workflow_id" or token.argument is not None), None)
-    if strange is not None:
-        shown = strange.name if strange.argument is None else f"{strange.name}:{strange.argument}"
+    unsupported = next((one for one in find_tokens(text) if one.name != "workflow_id" or one.argument is not None), None)
+    if unsupported is not None:
+        shown = unsupported.name if unsupported.argument is None else f"{unsupported.name}:{unsupported.argument}"
         entry.add(
             f"`{{{{{shown}}}}}` is not replaced in a URL", "remove it; only `{{workflow_id}}` is replaced there", key="url"
         )
@@ -238,9 +238,9 @@ class Graph:
         if ":" in name:
             message, hint = f"`{name}` does not name a task", "write `<workflow id>:<task>`, such as `train-7:prepare`"
         elif location is None and name in self._names:
-            places = self._locations.items()
+            locations = self._locations.items()
             at = self._names.index(name)
-            tasks = (one for one, place in places if one and place.group == at and not place.replicas)
+            tasks = (task_name for task_name, one in locations if task_name and one.group == at and not one.replicas)
             message, hint = f"`{name}` is a group, not a task", f"write one of its tasks, such as `{next(tasks, '')}`"
         elif location is None:
             message, hint = f"there is no task `{name}`", did_you_mean(name, self._locations, what="tasks")
@@ -298,7 +298,7 @@ def _regex_finding(entry: View) -> None:
     regex = entry.string("regex") or ""
     if _regex_error(regex):
         hint = r"use Python's syntax, such as `.*\.pt`; the expression is matched from the start of the relative path"
-        entry.add(f"`{regex}` is not a regular expression: {_regex_error(regex)}", hint, key="regex")
+        entry.add(f"`{regex}` is not a valid regular expression: {_regex_error(regex)}", hint, key="regex")
 
 
 def _regex_error(text: str) -> str:

@@ -137,7 +137,8 @@ def _path_is_good(entry: View, path: Text) -> bool:
     value = path.value
     parts = [part for part in value.split("/") if part not in ("", ".")]
     if not value.strip():
-        entry.add("`path` is empty", "write its path for the task, such as `/tmp/entry.sh` or `train.py`", key="path")
+        hint = "write the path at which the task finds the file, such as `/tmp/entry.sh` or `train.py`"
+        entry.add("`path` is empty", hint, key="path")
     elif "\0" in value or "\n" in value:
         entry.add("`path` contains a line break or a NUL byte", "write it on one line", key="path")
     elif ".." in parts:
@@ -235,7 +236,7 @@ OnPack = Callable[[int, int], None]
 """Called with the number of bytes that have been read, and the total number that is known so far."""
 
 
-class _Packing:
+class _ReadProgress:
     """The progress of reading files."""
 
     def __init__(self, report: OnPack) -> None:
@@ -280,7 +281,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
     directory that became shorter while it was read, or a link that is absolute or leads out of the sent directory. Raises
     ``StateError`` if a blob cannot be written.
     """
-    packing = _Packing(on_pack)
+    progress = _ReadProgress(on_pack)
     bundles: dict[str, Bundle] = {}
     problems: list[Problem] = []
     try:
@@ -300,9 +301,9 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
             if file.local_path is None:
                 bundles[key] = _store_bytes(file.data or b"", blobs)
             elif file.is_directory:
-                bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs, packing)
+                bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs, progress)
             else:
-                bundles[key] = _store_file(Path(file.local_path), blobs, blob_sizes, packing)
+                bundles[key] = _store_file(Path(file.local_path), blobs, blob_sizes, progress)
         except _LinkOutside as error:
             hint = "name it in `.gitignore` or in `exclude`, or replace the link with a copy of its target"
             problems.append(Problem(where=file.path.mark, message=str(error), hint=hint))
@@ -371,24 +372,24 @@ def _sizes(blobs: Path) -> frozenset[int]:
     return frozenset(sizes)
 
 
-def _store_file(path: Path, blobs: Path, blob_sizes: Container[int], packing: _Packing) -> Bundle:
+def _store_file(path: Path, blobs: Path, blob_sizes: Container[int], progress: _ReadProgress) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
         record = PathRecord(blobs, str(path), [("", status)]) if status.st_size > _TEXT_LIMIT else None
         if record is not None and (stored := record.find()) is not None:
             return Bundle(digest=stored[0], size=stored[1], mode=_mode(source.read(2), status.st_mode))
-        packing.begin(status.st_size)
+        progress.begin(status.st_size)
         if status.st_size in blob_sizes:
             # A blob of this size exists. If it has the same digest, only reading is needed.
-            digest, size, head = _read(packing.reader(source), None)
+            digest, size, head = _read(progress.reader(source), None)
             if _is_whole(blobs / digest, size):
                 if record is not None:
                     record.remember(digest, size)
                 return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
             source.seek(0)
-            packing.begin(status.st_size)
+            progress.begin(status.st_size)
         with _part(blobs) as sink:
-            digest, size, head = _read(packing.reader(source), sink)
+            digest, size, head = _read(progress.reader(source), sink)
             publish(sink, str(blobs / digest))
     if record is not None:
         record.remember(digest, size)
@@ -408,7 +409,7 @@ def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
     return hasher.hexdigest(), size, head
 
 
-def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packing) -> Bundle:
+def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, progress: _ReadProgress) -> Bundle:
     entries = [
         (name, entry.stat(follow_symlinks=False))
         for name, entry in _tree(str(root), "", [("", _patterns(exclude))] if exclude else [])
@@ -419,7 +420,7 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
     record = PathRecord(blobs, "\0".join((str(root), *exclude)), entries)
     if (stored := record.find()) is not None:
         return Bundle(digest=stored[0], size=stored[1], mode=0o700, is_tar=True)
-    packing.begin(sum(info.st_size for _, info in entries if stat.S_ISREG(info.st_mode)))
+    progress.begin(sum(info.st_size for _, info in entries if stat.S_ISREG(info.st_mode)))
     with _part(blobs) as sink:
         with (
             ParallelGzip(sink) as packed,
@@ -427,7 +428,7 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
         ):
             archive.copybufsize = _CHUNK  # type: ignore[attr-defined]  # small writes to its buffer would copy the buffer each time
             for name, _ in entries:
-                _add(archive, root / name, name, packing)
+                _add(archive, root / name, name, progress)
         size = sink.tell()
         publish(sink, str(blobs / packed.digest))
     record.remember(packed.digest, size)
@@ -440,7 +441,7 @@ def _check_link(root: Path, name: str) -> None:
         raise _LinkOutside(f"cannot send the link `{root / name}`: `{target}` is absolute, or outside of the sent directory")
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> None:
+def _add(archive: tarfile.TarFile, path: Path, name: str, progress: _ReadProgress) -> None:
     if stat.S_ISSOCK(path.lstat().st_mode):
         return  # tar cannot store sockets; pipes and devices are skipped below
     info = archive.gettarinfo(str(path), arcname=name)
@@ -452,7 +453,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> 
     if info.isreg():
         with path.open("rb") as source:
             try:
-                archive.addfile(info, packing.reader(source))
+                archive.addfile(info, progress.reader(source))
             except OSError as error:
                 if error.errno is None:  # tarfile has read fewer bytes than the size in the header
                     raise _Shortened(f"`{path}` became shorter while it was read") from error

@@ -38,22 +38,22 @@ _JOIN = "_bounded_join"
 
 
 class _LineMarks(Extension):
-    """Inserts the template's line number, between the two characters of ``fence``, before each text and each line break.
+    """Inserts the template's line number, between the two characters of ``delimiters``, before each text and each line break.
 
-    Without a ``fence``, it changes nothing.
+    Without a ``delimiters``, it changes nothing.
     """
 
     def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
-        fence: tuple[str, str] | None = self.environment.fence  # type: ignore[attr-defined]
+        delimiters: tuple[str, str] | None = self.environment.delimiters  # type: ignore[attr-defined]
         for token in stream:
-            if fence is None or token.type != "data":
+            if delimiters is None or token.type != "data":
                 yield token
                 continue
             pieces = []
             for line, piece in enumerate(token.value.split("\n"), start=token.lineno):
-                pieces.append((f"{fence[0]}s{line}{fence[1]}" if piece.strip() else "") + piece)
+                pieces.append((f"{delimiters[0]}s{line}{delimiters[1]}" if piece.strip() else "") + piece)
             marked = "".join(
-                piece + (f"{fence[0]}w{token.lineno + position}{fence[1]}\n" if position < len(pieces) - 1 else "")
+                piece + (f"{delimiters[0]}w{token.lineno + position}{delimiters[1]}\n" if position < len(pieces) - 1 else "")
                 for position, piece in enumerate(pieces)
             )
             yield Token(token.lineno, "data", marked)
@@ -75,13 +75,16 @@ class BoundedEnvironment(SandboxedEnvironment):
 
     intercepted_binops = frozenset(SandboxedEnvironment.default_binop_table)
 
-    def __init__(self, *, limit_s: float, fence: tuple[str, str] | None, clock: Callable[[], float] = time.thread_time) -> None:
-        """Allow ``limit_s`` seconds of CPU time from now; mark lines with the two characters of ``fence`` if given.
+    def __init__(
+        self, *, limit_s: float, delimiters: tuple[str, str] | None, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """Allow ``limit_s`` seconds of CPU time from now; mark lines with the two characters of ``delimiters`` if given.
 
         The clock counts the thread's CPU time, so a busy machine or a suspended laptop does not cause a timeout.
         """
-        self.fence = fence
+        self.delimiters = delimiters
         self._clock = clock
+        self._limit_s = limit_s
         self._deadline = clock() + limit_s
         super().__init__(undefined=StrictUndefined, keep_trailing_newline=True, extensions=[_LineMarks], autoescape=False)
         self.globals.pop("lipsum", None)
@@ -101,7 +104,7 @@ class BoundedEnvironment(SandboxedEnvironment):
     def check_time(self) -> None:
         """Raise after the deadline."""
         if self._clock() > self._deadline:
-            raise _LimitExceeded("the template takes too long to render")
+            raise _LimitExceeded(f"rendering the template takes more than {self._limit_s:g} s of CPU time")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute a binary operation, if its result is small enough."""
@@ -152,7 +155,8 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 def _require(fits: bool) -> None:
     if not fits:
-        raise _LimitExceeded("the template creates a value that is too large")
+        limits = f"{_MAX_SIZE >> 20} MiB of text, {_MAX_BITS} bits for a number, {_MAX_ARGUMENT:,} for a count or width"
+        raise _LimitExceeded(f"the template creates a value that is too large (limits: {limits})")
 
 
 def _small(value: Any) -> Any:
@@ -245,7 +249,7 @@ def read_names(template: str, file: str) -> Names:
 
 
 def render_template(
-    template: str, variables: Mapping[str, Any], *, file: str, fence: tuple[str, str], limit_s: float
+    template: str, variables: Mapping[str, Any], *, file: str, delimiters: tuple[str, str], limit_s: float
 ) -> tuple[str, tuple[int, ...]]:
     """Return the rendered text, and the line of the template for each of its lines. Raises ``ProblemsFound``.
 
@@ -255,13 +259,13 @@ def render_template(
     """
     text = _guarded(file, lambda: _rendered(template, variables, None, limit_s), template, variables)
     try:
-        marked = _rendered(template, variables, fence, limit_s)
+        marked = _rendered(template, variables, delimiters, limit_s)
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError):
         marked = ""
-    stripped = re.sub(f"{fence[0]}[sw][0-9]+{fence[1]}", "", marked)
+    stripped = re.sub(f"{delimiters[0]}[sw][0-9]+{delimiters[1]}", "", marked)
     count = text.count("\n") + 1
     if stripped.count("\n") + 1 == count:
-        return text, _lines_of(marked, fence, template.count("\n") + 1)
+        return text, _lines_of(marked, delimiters, template.count("\n") + 1)
     return text, tuple(min(line, template.count("\n") + 1) for line in range(1, count + 1))
 
 
@@ -270,31 +274,31 @@ def _parsed(template: str) -> nodes.Template:
     if tags > _MAX_TAGS:
         hint = "use loops instead of repeated tags, or split the workflow"
         raise _LimitExceeded(f"the template has {tags} tags, and the maximum is {_MAX_TAGS}", hint)
-    return BoundedEnvironment(limit_s=60, fence=None).parse(template)
+    return BoundedEnvironment(limit_s=60, delimiters=None).parse(template)
 
 
-def _rendered(template: str, variables: Mapping[str, Any], fence: tuple[str, str] | None, limit_s: float) -> str:
-    environment = BoundedEnvironment(limit_s=limit_s, fence=fence)
+def _rendered(template: str, variables: Mapping[str, Any], delimiters: tuple[str, str] | None, limit_s: float) -> str:
+    environment = BoundedEnvironment(limit_s=limit_s, delimiters=delimiters)
     tree = environment.bounded(environment.parse(template))
     compiled: Template = environment.from_string(tree)
     pieces, size = [], 0
     for piece in compiled.generate(variables):
         environment.check_time()
         size += len(piece)
-        if size > _MAX_SIZE * (1 if fence is None else 4):
+        if size > _MAX_SIZE * (1 if delimiters is None else 4):
             hint = "use `replicas` for equal tasks, and send large texts with `localpath`"
             raise _LimitExceeded(f"the rendered text is larger than {_MAX_SIZE >> 20} MiB", hint)
         pieces.append(piece)
     return "".join(pieces)
 
 
-def _lines_of(marked: str, fence: tuple[str, str], last: int) -> tuple[int, ...]:
+def _lines_of(marked: str, delimiters: tuple[str, str], last: int) -> tuple[int, ...]:
     """Return the line of the template for each line of ``marked``.
 
     This is the line of its first text, else the line of its line break, else the same as for the next line.
     """
-    strong = re.compile(f"{fence[0]}s([0-9]+){fence[1]}")
-    weak = re.compile(f"{fence[0]}w([0-9]+){fence[1]}")
+    strong = re.compile(f"{delimiters[0]}s([0-9]+){delimiters[1]}")
+    weak = re.compile(f"{delimiters[0]}w([0-9]+){delimiters[1]}")
     found: list[int] = []
     after = last
     for line in reversed(marked.split("\n")):
@@ -350,7 +354,7 @@ def _undefined(file: str, error: UndefinedError, template: str, variables: Mappi
         for item in (*tree.find_all(nodes.Test), *tree.find_all(nodes.Filter))
         if item.name in ("defined", "undefined", "default", "d") and isinstance(item.node, nodes.Name)
     }
-    known = {*variables, *names.assigned, *BoundedEnvironment(limit_s=60, fence=None).globals}
+    known = {*variables, *names.assigned, *BoundedEnvironment(limit_s=60, delimiters=None).globals}
     lines = {match.group(1): line}
     for name in tree.find_all(nodes.Name):
         if name.ctx == "load" and name.name not in known | forgiven:

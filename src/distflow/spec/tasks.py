@@ -198,8 +198,8 @@ def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], all_names: C
                 near = did_you_mean(token.name, TOKEN_NAMES, what="tokens")
                 hint = f"{near}; to send text with such braces, put it into a file, and send the file with `localpath`"
             if message:
-                severity = Severity.WARNING if _is_in_comment(text.value, token.offset) else Severity.ERROR
-                task.add(message, hint, where=text.mark_at(token.offset), severity=severity)
+                severity = Severity.WARNING if _is_in_comment(text.value, token.position) else Severity.ERROR
+                task.add(message, hint, where=text.mark_at(token.position), severity=severity)
 
 
 def _is_in_comment(text: str, offset: int) -> bool:

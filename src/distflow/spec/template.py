@@ -19,7 +19,7 @@ from distflow.documents.document import Document
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
 from distflow.documents.text import did_you_mean
 from distflow.documents.yaml_parser import argument_value, parse_yaml
-from distflow.spec.tokens import PLAIN_TOKENS, TOKEN_NAMES, Shield, choose_fence
+from distflow.spec.tokens import PLAIN_TOKENS, TOKEN_NAMES, TokenMask, choose_delimiters
 
 __all__ = ["Rendered", "render", "split_defaults"]
 
@@ -64,29 +64,29 @@ def render(
     variables: dict[str, Any] = {**defaults, **{name: value for name, value, _ in chosen}}
     options = {name: option for name, _, option in chosen}
 
-    fence = choose_fence(text, *(value for _, value in (*sets, *set_strings)))
-    shield = Shield(fence)
-    template = shield.protect(_without_header(body))
+    delimiters = choose_delimiters(text, *(value for _, value in (*sets, *set_strings)))
+    mask = TokenMask(delimiters)
+    template = mask.protect(_without_header(body))
     used: frozenset[str] = frozenset()
     line_map: tuple[int, ...] = ()
     if _IS_TEMPLATE.search(template):
-        shielded = shield.protect_ranks(template, variables)
-        if _IS_TEMPLATE.search(shielded):
+        masked = mask.protect_ranks(template, variables)
+        if _IS_TEMPLATE.search(masked):
             from distflow.spec.jinja import read_names, render_template  # noqa: PLC0415  Jinja takes 60 ms to import
 
             names = read_names(template, file)
             used = names.used
             _check_options(options, defaults, used, problems)
-            template = shield.protect_ranks(template, {*variables, *names.assigned})
+            template = mask.protect_ranks(template, {*variables, *names.assigned})
             try:
-                template, line_map = render_template(template, variables, file=file, fence=fence, limit_s=limit_s)
+                template, line_map = render_template(template, variables, file=file, delimiters=delimiters, limit_s=limit_s)
             except ProblemsFound as error:
                 raise ProblemsFound([*problems, *error.problems]) from None
         else:
-            template = shielded
+            template = masked
     if not used:
         _check_options(options, defaults, used, problems)
-    return Rendered(text=shield.restore(template), line_map=line_map, problems=tuple(problems))
+    return Rendered(text=mask.restore(template), line_map=line_map, problems=tuple(problems))
 
 
 def _without_header(body: str) -> str:

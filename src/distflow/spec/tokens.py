@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 
 from msgspec import Struct
 
-__all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Shield", "Token", "choose_fence", "find_tokens"]
+__all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Token", "TokenMask", "choose_delimiters", "find_tokens"]
 
 PLAIN_TOKENS = ("uuid", "workflow_id", "output")
 """Names that are always tokens, even if a variable has the same name (as in OSMO)."""
@@ -32,7 +32,7 @@ class Token(Struct, frozen=True):
 
     name: str
     argument: str | None
-    offset: int
+    position: int
 
 
 def find_tokens(text: str) -> Iterable[Token]:
@@ -40,38 +40,38 @@ def find_tokens(text: str) -> Iterable[Token]:
     return (Token(match.group(1), match.group(2), match.start()) for match in _ANY.finditer(text))
 
 
-def choose_fence(*texts: str) -> tuple[str, str]:
+def choose_delimiters(*texts: str) -> tuple[str, str]:
     """Return two private-use characters that none of the texts contains."""
     used = {char for text in texts if not text.isascii() for char in text if char >= chr(_PRIVATE.start)}
     free = (chr(code) for code in _PRIVATE if chr(code) not in used)
     return next(free), next(free)
 
 
-class Shield:
-    """Replaces tokens in a text by marks, and restores them."""
+class TokenMask:
+    """Replaces tokens in a text with placeholders, and restores them."""
 
-    def __init__(self, fence: tuple[str, str]) -> None:
-        """Use the two characters of ``fence`` for marks. No text may contain them."""
-        self._fence = fence
+    def __init__(self, delimiters: tuple[str, str]) -> None:
+        """Use the two characters of ``delimiters`` for placeholders. No text may contain them."""
+        self._delimiters = delimiters
         self._tokens: list[str] = []
-        self._marked = re.compile(f"{fence[0]}t([0-9]+){fence[1]}")
+        self._placeholder = re.compile(f"{delimiters[0]}t([0-9]+){delimiters[1]}")
 
     def protect(self, text: str) -> str:
-        """Return ``text`` with OSMO's tokens replaced by marks."""
-        return _OSMO.sub(lambda match: self._mark(re.sub(r"[ \t]*:[ \t]*", ":", match.group(1))), text)
+        """Return ``text`` with OSMO's tokens replaced with placeholders."""
+        return _OSMO.sub(lambda match: self._mask(re.sub(r"[ \t]*:[ \t]*", ":", match.group(1))), text)
 
     def protect_ranks(self, text: str, variables: Container[str]) -> str:
-        """Return ``text`` with the rank tokens replaced by marks, except those that are variables of the template."""
+        """Return ``text`` with the rank tokens replaced with placeholders, except those that are variables of the template."""
         names = [name for name in RANK_TOKENS if name not in variables]
         if not names:
             return text
         pattern = re.compile(r"\{\{[ \t]*(" + "|".join(names) + r")[ \t]*\}\}")
-        return pattern.sub(lambda match: self._mark(match.group(1)), text)
+        return pattern.sub(lambda match: self._mask(match.group(1)), text)
 
     def restore(self, text: str) -> str:
-        """Return ``text`` with every mark replaced by its token."""
-        return self._marked.sub(lambda match: "{{" + self._tokens[int(match.group(1))] + "}}", text)
+        """Return ``text`` with every placeholder replaced with its token."""
+        return self._placeholder.sub(lambda match: "{{" + self._tokens[int(match.group(1))] + "}}", text)
 
-    def _mark(self, token: str) -> str:
+    def _mask(self, token: str) -> str:
         self._tokens.append(token)
-        return f"{self._fence[0]}t{len(self._tokens) - 1}{self._fence[1]}"
+        return f"{self._delimiters[0]}t{len(self._tokens) - 1}{self._delimiters[1]}"

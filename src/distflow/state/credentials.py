@@ -20,7 +20,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from distflow.documents.text import listed
+from distflow.documents.text import listed, plain
 from distflow.errors import InputError, NotFound, StateError
 from distflow.shell import Secret
 from distflow.state.directory import write_private
@@ -30,7 +30,7 @@ __all__ = ["LONGEST_VALUE", "Credential", "CredentialStore", "CredentialType", "
 
 
 LONGEST_VALUE = 64 * 1024
-"""Bytes. The kernel accepts variables of up to twice this size."""
+"""Bytes. Linux accepts environment variables of up to twice this size."""
 
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9_-]*[a-zA-Z0-9])?")
 _LONGEST_NAME = 64
@@ -183,7 +183,7 @@ class CredentialStore:
             hint = (
                 f"use at most {_LONGEST_NAME} letters, digits, `_` and `-`; begin with a letter, and end with a letter or digit"
             )
-            raise InputError(f"{name!r} is not a valid name of a credential", hint=hint)
+            raise InputError(f"`{plain(name)}` is not a valid credential name", hint=hint)
         made = Credential(name=name, type=kind, payload=MappingProxyType(check_payload(kind, payload)))
         with _errors(self._folder), self._locked():
             existing = self.all()

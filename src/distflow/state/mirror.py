@@ -1,4 +1,4 @@
-"""The mirrored logs: a copy of each attempt's output on this machine, file by file and byte by byte.
+"""The mirrored logs: a copy of each attempt's output on this machine, with the same files and the same bytes.
 
 ``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` has the files of ``runtime.files.log_files`` as the node wrote them
 (``docs/agent-protocol.md``): ``output.log`` (raw bytes), its later segments, and an index for each. An index has little-endian
@@ -50,8 +50,11 @@ class Mirror:
         """Return the directory of an attempt's logs."""
         return self.root / attempt_name(workflow, group, task, attempt)
 
-    def reached(self, attempt: str, kind: str) -> tuple[str, int]:
-        """Return an attempt's newest file of a kind (``log``, ``idx``, ``samples``), and the number of its mirrored bytes."""
+    def resume_position(self, attempt: str, kind: str) -> tuple[str, int]:
+        """Return the position at which mirroring continues: the newest file of a kind, and the number of its mirrored bytes.
+
+        The kinds are ``log``, ``idx`` and ``samples``.
+        """
         folder = self.root / attempt
         newest = (log_files.segments(str(folder), kind) or [log_files.LogSegment(0, 0, kind)])[-1].name
         try:
@@ -99,7 +102,7 @@ class Mirror:
             for old in log_files.surplus(log_files.segments(str(path.parent), segment.kind)):
                 (path.parent / old.name).unlink(missing_ok=True)
 
-    def beat(self, attempt: str, at: float) -> None:
+    def record_heartbeat(self, attempt: str, at: float) -> None:
         """Record that an attempt touched its heartbeat at ``at`` (seconds since the epoch). Errors of the disk are ignored."""
         path = self.root / attempt / HEARTBEAT
         with suppress(OSError):
@@ -113,7 +116,7 @@ class Mirror:
         Returns ``None`` if neither has happened.
         """
         times = []
-        for name in (HEARTBEAT, self.reached(attempt_name(workflow, group, task, attempt), "log")[0]):
+        for name in (HEARTBEAT, self.resume_position(attempt_name(workflow, group, task, attempt), "log")[0]):
             with suppress(FileNotFoundError):
                 times.append((self.folder(workflow, group, task, attempt) / name).stat().st_mtime)
         return max(times, default=None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distflow.documents.notify import NotifyTarget
     from distflow.plan.model import Plan
     from distflow.pools.model import Pool
-    from distflow.state.notices import Notice
+    from distflow.state.notification import Notification
 
 __all__ = ["STORE_FORMAT", "Retention", "Store"]
 
@@ -95,7 +95,7 @@ _FIELDS = (
 )  # fmt: skip
 _COLUMNS = ", ".join(_FIELDS)
 _ALL = Search()
-_NOTICE = "workflow = ? AND target = ? AND kind = ? AND subject = ?"
+_NOTIFICATION = "workflow = ? AND target = ? AND kind = ? AND subject = ?"
 _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
 """Tags contain no commas."""
 
@@ -196,7 +196,9 @@ class Store:
             self._write_events(events)
         return record
 
-    def save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notices: Iterable[Notice] = ()) -> None:
+    def save(
+        self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], notifications: Iterable[Notification] = ()
+    ) -> None:
         """Write the progress of workflows together with their events and notifications.
 
         Only the supervisor may call this.
@@ -217,21 +219,21 @@ class Store:
             self._write_events(events)
             self._db.executemany(
                 "INSERT OR IGNORE INTO notices (workflow, target, kind, subject, at) VALUES (?,?,?,?,?)",
-                [(one.workflow, one.target, one.on.value, one.subject, one.at) for one in notices],
+                [(one.workflow, one.target, one.on.value, one.subject, one.at) for one in notifications],
             )
 
-    def count_delivery(self, notice: Notice) -> int:
+    def count_delivery(self, notification: Notification) -> int:
         """Record that a process begins to deliver a notification. Return the number of such deliveries, including this one."""
         with self._transaction():
-            key = _notice_key(notice)
-            self._db.execute(f"UPDATE notices SET deliveries = deliveries + 1 WHERE {_NOTICE}", key)  # noqa: S608  a constant
-            row = self._db.execute(f"SELECT deliveries FROM notices WHERE {_NOTICE}", key).fetchone()  # noqa: S608  a constant
+            key = _notification_key(notification)
+            self._db.execute(f"UPDATE notices SET deliveries = deliveries + 1 WHERE {_NOTIFICATION}", key)  # noqa: S608  a constant
+            row = self._db.execute(f"SELECT deliveries FROM notices WHERE {_NOTIFICATION}", key).fetchone()  # noqa: S608  a constant
             return int(row[0])
 
-    def finish_notice(self, notice: Notice, event: EventRecord) -> None:
+    def finish_notification(self, notification: Notification, event: EventRecord) -> None:
         """Record that a notification was sent or given up, together with the event that reports it."""
         with self._transaction():
-            self._db.execute(f"UPDATE notices SET pending = 0 WHERE {_NOTICE}", _notice_key(notice))  # noqa: S608  a constant
+            self._db.execute(f"UPDATE notices SET pending = 0 WHERE {_NOTIFICATION}", _notification_key(notification))  # noqa: S608  a constant
             self._write_events([event])
 
     def request_cancel(self, workflow: str, request: CancelRequest, event: EventRecord) -> None:
@@ -361,21 +363,21 @@ class Store:
 
             return decode(row[0], tuple[NotifyTarget, ...])
 
-    def has_notices(self) -> bool:
+    def has_notifications(self) -> bool:
         """Return whether notifications must still be sent."""
         with self._errors():
             return self._db.execute("SELECT 1 FROM notices WHERE pending = 1 LIMIT 1").fetchone() is not None
 
-    def notices(self) -> tuple[Notice, ...]:
+    def notifications(self) -> tuple[Notification, ...]:
         """Return the notifications that must still be sent, oldest first."""
-        from distflow.state.notices import Notice  # noqa: PLC0415  only the process that sends them needs it
+        from distflow.state.notification import Notification  # noqa: PLC0415  only the process that sends them needs it
 
         with self._errors():
             rows = self._db.execute(
                 "SELECT workflow, target, kind, subject, at FROM notices WHERE pending = 1 ORDER BY at, rowid"
             ).fetchall()
             keys = ("workflow", "target", "on", "subject", "at")
-            return convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
+            return convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notification, ...])
 
     def retention(self, workflow: str) -> Retention:
         """Return the settings of a workflow's pool that decide how long its files are kept, without decoding the others."""
@@ -527,8 +529,8 @@ def _work_left(record: WorkflowRecord) -> int:
     return _ORPHANS if any(task.orphan is not None for task in tasks) else _NOTHING
 
 
-def _notice_key(notice: Notice) -> tuple[str, int, str, str]:
-    return notice.workflow, notice.target, notice.on.value, notice.subject
+def _notification_key(notification: Notification) -> tuple[str, int, str, str]:
+    return notification.workflow, notification.target, notification.on.value, notification.subject
 
 
 def _workflow(row: Sequence[object]) -> WorkflowRecord:

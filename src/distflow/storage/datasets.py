@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distflow.documents.text import plain
 from distflow.documents.urls import StorageUrl, parse_dataset
 from distflow.errors import NotFound, StorageError, StorageUnreachable
 from distflow.runtime.untrusted import decode_object
@@ -54,7 +55,7 @@ class Version:
     name: str
     number: int
     at: float | None
-    """Its modification time in the store, if the store has one."""
+    """The modification time of its manifest; ``None`` if the store does not record one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +353,7 @@ def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> DatasetMani
     for one in files:
         why = why_not_a_file(one.path, names)
         if why:
-            raise ValueError(f"the path {one.path[:_SHOWN]!r}: {why}")
+            raise ValueError(f"it lists the file `{plain(one.path[:_SHOWN])}`, but {why}")
     return DatasetManifest(name=name, number=number, created=float(created), files=files)
 
 
@@ -361,9 +362,9 @@ def _file_of(one: Mapping[str, Any], number: int) -> DatasetFile:
     if not isinstance(path, str):
         raise ValueError("the path of a file is not a string")  # noqa: TRY004  callers expect one class
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ValueError(f"the SHA-256 of {path[:_SHOWN]!r} is not valid")
+        raise ValueError(f"the SHA-256 of `{plain(path[:_SHOWN])}` is not valid")
     if type(size) is not int or size < 0 or type(at) is not int or at < 1:
-        raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not valid")
+        raise ValueError(f"the size or the version of `{plain(path[:_SHOWN])}` is not valid")
     return DatasetFile(path=path, size=size, sha256=digest, number=at)
 
 

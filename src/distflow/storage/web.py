@@ -30,7 +30,7 @@ class WebStore:
     """The one URL that the store was opened with (contract: ``storage.base.DataStore``)."""
 
     def __init__(self, url: StorageUrl) -> None:
-        """Send no request yet. Raises ``InputError`` for a URL that does not name a file."""
+        """Store the URL, without a request. Raises ``InputError`` for a URL that does not name a file."""
         if not url.key or url.is_folder:
             raise InputError(f"{url}: a web server does not list its files", hint="name one file")
         self._url = url
@@ -55,7 +55,7 @@ class WebStore:
                     hint="use a server that sends `Content-Length` without compression, or another store, such as `s3://`",
                 )
             tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-            return Entry(key=key, size=int(size), tag=tag, modified=_seconds(response.headers.get("Last-Modified")))
+            return Entry(key=key, size=int(size), tag=tag, modified=_timestamp(response.headers.get("Last-Modified")))
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
         """Pass the content from byte ``start`` to ``sink``. Skip the bytes before ``start`` if the server ignores ``Range``."""
@@ -127,7 +127,7 @@ class WebStore:
             raise StorageUnreachable(message, hint="check the URL and the network") from None
 
 
-def _seconds(text: str | None) -> float | None:
+def _timestamp(text: str | None) -> float | None:
     if text is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Checkpoints: directories of running tasks, saved at intervals and at the end, and given to the next attempt. Pure.
+"""Checkpoints: directories of running tasks, saved at intervals and at the end, and given to the next attempt.
 
 The node packs a checkpoint, the supervisor fetches it (``PackCheckpoint``) and writes it to its URL. The last complete archive
 stays in the blob store until the workflow has ended, and a retried group gets it from there. A failed checkpoint is reported,
-and it never ends a training: the next checkpoint is another try.
+and it never ends a training: the next checkpoint is another try. This module does no I/O.
 
 A directory that a group shares is saved from each task in the same way. It is saved only while the group may be retried, and it
 is not written to a URL. Every task of the next attempt gets the archives of all tasks, with the lead's files on top.

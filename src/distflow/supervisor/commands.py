@@ -83,12 +83,12 @@ class _AboutAttempt(Struct, frozen=True):
 
     @property
     def id(self) -> CommandId:
-        """The id of the command, by which its answer finds it."""
+        """The id by which ``answered`` matches an answer with the command."""
         return CommandId.of(type(self), self.key)
 
 
 class Lease(Struct, frozen=True):
-    """Lease the nodes, GPUs and port of a whole group."""
+    """Lease the nodes, GPUs, CPUs, memory and port of a whole group."""
 
     pool: str
     request: LeaseRequest
@@ -101,7 +101,7 @@ class Lease(Struct, frozen=True):
 
     @property
     def id(self) -> CommandId:
-        """The id of the command, by which its answer finds it."""
+        """The id by which ``answered`` matches an answer with the command."""
         return CommandId.of(Lease, self.key)
 
 
@@ -160,7 +160,7 @@ class TransferData(_AboutAttempt, frozen=True):
 
     @property
     def id(self) -> CommandId:
-        """The id of the command, by which its answer finds it."""
+        """The id by which ``answered`` matches an answer with the command."""
         return CommandId.of(TransferData, self.key, self.data)
 
 

@@ -17,7 +17,7 @@ from distflow.state.event_details import (
 )
 from distflow.state.record import EventRecord, WorkflowRecord
 from distflow.structs import replace
-from distflow.supervisor.due_notices import due_notices, next_wait_notice
+from distflow.supervisor.due_notifications import due_notifications, next_wait_notification
 from distflow.supervisor.group_step import GroupStep
 from distflow.supervisor.observations import announce_wait, end_unstarted
 from distflow.supervisor.scheduling import Leases, next_leases, pool_usage
@@ -91,8 +91,8 @@ def _decide_workflow(
         status = WorkflowStatus(id=record.id, status=record.status)
         part.events.append(EventRecord(at=now, details=status, workflow=record.uuid))
     if workflow.notify:
-        decision.notices += due_notices(workflow.notify, workflow.record, record, snapshot.last_decision.at, now)
-        if (due_at := next_wait_notice(workflow.notify, record, now)) is not None:
+        decision.notifications += due_notifications(workflow.notify, workflow.record, record, snapshot.last_decision.at, now)
+        if (due_at := next_wait_notification(workflow.notify, record, now)) is not None:
             part.wake(due_at)
     has_changed = record is not workflow.record and record != workflow.record
     if has_changed:

@@ -1,8 +1,8 @@
-"""Find a failed task's own reports of its failure: torch's error file, tracebacks in its output, torchrun's report. Pure.
+"""Find a failed task's own reports of its failure: torch's error file, tracebacks in its output, torchrun's report.
 
 A script that uses neither torch's ``@record`` nor distflow's launcher leaves no error file. Its traceback is only in the
 output, between the output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and
-2.13 (``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
+2.13 (``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``). This module does no I/O.
 """
 
 from __future__ import annotations

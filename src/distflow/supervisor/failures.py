@@ -1,4 +1,4 @@
-"""Determine the final states of tasks, and the first cause of a group's failure. Pure.
+"""Determine the final states of tasks, and the first cause of a group's failure. This module does no I/O.
 
 A task that distflow stopped is the cause only if an exception of its own was ending it already. Tasks that only report the loss
 of a peer come after tasks that failed by themselves.

@@ -42,7 +42,7 @@ from distflow.pools.model import Node, Pool
 from distflow.state.event_details import WorkflowRefused
 from distflow.state.event_text import event_text
 from distflow.state.mirror import LAST_LINES, Mirror
-from distflow.state.notices import Notice
+from distflow.state.notification import Notification
 from distflow.state.record import EventRecord, TaskRecord, WorkflowRecord
 from distflow.state.secrets import gang_token, read_secrets, remove_secrets
 from distflow.state.store import Store
@@ -65,7 +65,7 @@ from distflow.supervisor.commands import (
     answered,
 )
 from distflow.supervisor.decide import decide
-from distflow.supervisor.due_notices import due_notices
+from distflow.supervisor.due_notifications import due_notifications
 from distflow.supervisor.observations import (
     adjust_cancel_time,
     adjust_times,
@@ -142,11 +142,11 @@ class Supervisor:
         open_backend: OpenBackend,
         open_transfers: OpenTransfers,
         log: Callable[[str], None],
-        on_notices: Callable[[], None] = lambda: None,
+        on_notifications: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the arguments. The supervisor does nothing before ``run`` or ``step`` is called.
 
-        ``on_notices`` is called after notifications were stored, and must not block.
+        ``on_notifications`` is called after notifications were stored, and must not block.
         """
         self._store = store
         self._mirror = mirror
@@ -162,7 +162,7 @@ class Supervisor:
         self._open_backend = open_backend
         self._transfers = open_transfers(self.report)
         self._log = log
-        self._on_notices = on_notices
+        self._on_notifications = on_notifications
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._workflows: dict[str, StoredWorkflow] = {}
         # These two are replaced, never changed: a decision detects changes by their identity.
@@ -351,13 +351,13 @@ class Supervisor:
             for group in record.groups
         )
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
-        due = tuple(due_notices(self._store.notify_targets(record.uuid), record, ended, now, now))
+        due = tuple(due_notifications(self._store.notify_targets(record.uuid), record, ended, now, now))
         self._save([ended], [EventRecord(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)], due)
 
-    def _save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], due: Sequence[Notice] = ()) -> None:
+    def _save(self, records: Iterable[WorkflowRecord], events: Iterable[EventRecord], due: Sequence[Notification] = ()) -> None:
         self._store.save(records, events, due)
         if due:
-            self._on_notices()
+            self._on_notifications()
 
     def _backend(self, record: WorkflowRecord) -> Backend:
         key = record.pool_key
@@ -382,8 +382,8 @@ class Supervisor:
         for _ in range(_ROUNDS):
             decision = self.decide()
             self._last_decision = decision.last_decision
-            if decision.records or decision.events or decision.notices:
-                self._save(decision.records.values(), decision.events, decision.notices)
+            if decision.records or decision.events or decision.notifications:
+                self._save(decision.records.values(), decision.events, decision.notifications)
                 for event in decision.events:
                     self._log(event.text)
             for uuid, record in decision.records.items():

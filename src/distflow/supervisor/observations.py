@@ -1,7 +1,7 @@
-"""Apply observations to the records, one at a time, and adjust the times of stored records to the current clock. Pure.
+"""Apply observations to the records, one at a time, and adjust the times of stored records to the current clock.
 
 Observations may come late, twice or out of order, because a reconnection repeats the node's reports. Each is applied only if
-it is still valid: for example, an attempt that has ended does not start again.
+it is still valid: for example, an attempt that has ended does not start again. This module does no I/O.
 
 Times in records must survive a reboot, so they are wall-clock times. If the machine's clock was set back after they were
 written, they are in the future. Every wait that is counted from them would then last longer by the same amount.
@@ -165,7 +165,7 @@ def update_node_view(view: NodeView, observation: NodeUp | NodeDown) -> NodeView
         is_engine_away=False,
         gpus=node.usable_gpus(observation.gpus),
         reported=observation,
-        machine=observation.machine,
+        lease_directory_id=observation.lease_directory_id,
         cpus=node.usable_cpus(observation.cpus),
         memory=node.usable_memory(observation.memory),
     )

@@ -354,8 +354,8 @@ def _first_entries(views: Sequence[NodeView]) -> dict[str, str]:
     """For a machine with several entries, map each to the first reachable entry, or else to the first."""
     entries: dict[str, list[NodeView]] = {}
     for view in views:
-        if view.machine:
-            entries.setdefault(view.machine, []).append(view)
+        if view.lease_directory_id:
+            entries.setdefault(view.lease_directory_id, []).append(view)
     return {
         view.node.name: next((one for one in same if one.up), same[0]).node.name
         for same in entries.values()

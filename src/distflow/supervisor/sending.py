@@ -61,7 +61,7 @@ class SenderStarter:
             self._wanted.clear()
             try:
                 with Store(self._directory.store) as store:
-                    process = start_sender(self._directory) if store.has_notices() else None
+                    process = start_sender(self._directory) if store.has_notifications() else None
             except (OSError, StateError) as error:
                 self._log(f"cannot start the process that sends notifications: {error}")
                 continue

@@ -43,8 +43,8 @@ class _Logs:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
 
-    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
-        return self._mirror.reached(key.name, kind)
+    def resume_position(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+        return self._mirror.resume_position(key.name, kind)
 
     def has_room(self) -> bool:
         return self._mirror.has_room()
@@ -52,8 +52,8 @@ class _Logs:
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         self._mirror.write(key.name, file, offset, data)
 
-    def beat(self, key: AttemptKey, at: float) -> None:
-        self._mirror.beat(key.name, at)
+    def record_heartbeat(self, key: AttemptKey, at: float) -> None:
+        self._mirror.record_heartbeat(key.name, at)
 
 
 def main(argv: list[str]) -> int:
@@ -161,11 +161,11 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collect
         return ThreadedTransfers(directory.blobs, directory.blobs.parent / "transfers", steady.now, sink, credentials_for)
 
     sweep_secrets(directory.secrets, store, steady.now())
-    send_notices = SenderStarter(directory, _log)
-    if store.has_notices():
-        send_notices()  # an earlier process may have been killed before it sent all of them
+    send_notifications = SenderStarter(directory, _log)
+    if store.has_notifications():
+        send_notifications()  # an earlier process may have been killed before it sent all of them
     supervisor = Supervisor(
-        store, mirror, directory.secrets, directory.blobs, steady.now, open_one, open_transfers, _log, send_notices
+        store, mirror, directory.secrets, directory.blobs, steady.now, open_one, open_transfers, _log, send_notifications
     )
     wake_socket = open_wake_socket(directory)
 
@@ -186,8 +186,9 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collect
         if wake_socket is not None:
             wake_socket.close()
     with contextlib.suppress(OSError, StateError):
-        if store.has_notices():
-            start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it starts the sender
+        if store.has_notifications():
+            # The thread of `send_notifications` ends with this process, perhaps before it starts the sender.
+            start_sender(directory)
     _log("all other workflows have ended" if supervisor.skipped else "all workflows have ended")
     return supervisor.skipped
 

@@ -14,7 +14,7 @@ from distflow.documents.quantities import bytes_text
 from distflow.layout.placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
-from distflow.state.notices import Notice
+from distflow.state.notification import Notification
 from distflow.state.record import EventRecord, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.commands import Command, CommandId
 
@@ -50,8 +50,8 @@ class NodeView:
     """Capacity, from the configuration or as the node reported it; ``None`` if it is not known."""
     reported: NodeUp | None = None
     """The node's report about itself; ``None`` if it has not been reached."""
-    machine: str = ""
-    """Equal for nodes that are one machine (``NodeUp.machine``); empty if it is not known."""
+    lease_directory_id: str = ""
+    """Equal for nodes that are one machine (``NodeUp.lease_directory_id``); empty if it is not known."""
     cpus: int | None = None
     memory: int | None = None
     whole: Free = dataclasses.field(init=False, repr=False, compare=False)
@@ -169,7 +169,7 @@ class Decision(Struct, kw_only=True):
     records: dict[str, WorkflowRecord] = field(default_factory=dict)
     """Changed workflows by uuid."""
     events: list[EventRecord] = field(default_factory=list)
-    notices: list[Notice] = field(default_factory=list)
+    notifications: list[Notification] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
     """When the next decision is due without a new observation; ``None`` for never."""

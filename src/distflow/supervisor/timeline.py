@@ -1,4 +1,4 @@
-"""The events of a group's attempt, in the order of the supervisor's clock. Pure."""
+"""The events of a group's attempt, in the order of the supervisor's clock. This module does no I/O."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class ThreadedTransfers:
                 return self._fetch(command, transfer, store, retries, reporter)
             with unpacked(self._blobs / transfer.digest, self._scratch_of(command)) as top:
                 done = deliver(store, self._delivery(command, transfer), top, retries=retries, on_progress=reporter)
-            return reporter.outcome(files=done.files, content=done.size, url=done.label)
+            return reporter.outcome(files=done.files, content_bytes=done.size, url=done.label)
         finally:
             store.close()
 
@@ -167,14 +167,14 @@ class ThreadedTransfers:
                 return reporter.outcome(relay_reason=_LOCAL_CREDENTIALS)
             content = task_data.inspect_input(store, request, retries)
             return reporter.outcome(
-                url=request.label, files=content.files, content=content.size, is_direct=True, dataset=request.dataset
+                url=request.label, files=content.files, content_bytes=content.size, is_direct=True, dataset=request.dataset
             )  # fmt: skip
         found = task_data.make_archive(
             lambda files: task_data.fetch_input(store, request, files, retries=retries, on_progress=reporter),
             self._blobs, self._scratch_of(command), retries,
         )  # fmt: skip
         return reporter.outcome(
-            digest=found.digest, size=found.size, files=found.content.files, content=found.content.size, url=request.label
+            digest=found.digest, size=found.size, files=found.content.files, content_bytes=found.content.size, url=request.label
         )
 
     def identity(self, url: str) -> Identity | None:
@@ -206,7 +206,7 @@ class ThreadedTransfers:
             done = backend.deliver(source, self._delivery(command, transfer), identity, halt, reporter)
         except RelayRequired as why:
             return reporter.outcome(relay_reason=str(why))
-        return reporter.outcome(files=done.files, content=done.size, url=done.label)
+        return reporter.outcome(files=done.files, content_bytes=done.size, url=done.label)
 
     def _delivery(self, command: TransferData, transfer: Transfer) -> Delivery:
         from distflow.storage.task_data import Delivery  # noqa: PLC0415
@@ -263,11 +263,11 @@ class _TransferReporter:
         )
 
     def outcome(
-        self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
+        self, *, digest: str = "", size: int = 0, files: int = 0, content_bytes: int = 0, error: str = "", url: str = "",
         relay_reason: str = "", is_direct: bool = False, dataset: str = "",
     ) -> TransferRecord:  # fmt: skip
         return TransferRecord(
             data=self._command.data, is_relayed=bool(relay_reason), task=self._command.key.task, at=self._now(),
             since=self._since, url=url or self._transfer.label, regex=self._transfer.regex, digest=digest, size=size,
-            files=files, content=content, error=relay_reason or error, is_direct=is_direct, dataset=dataset,
+            files=files, content=content_bytes, error=relay_reason or error, is_direct=is_direct, dataset=dataset,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Data of groups: inputs from URLs, outputs to URLs, and outputs for dependent groups. Pure.
+"""Data of groups: inputs from URLs, outputs to URLs, and outputs for dependent groups. This module does no I/O.
 
 Inputs are fetched or looked up before a group is queued, and outputs are written after its tasks end. Nodes themselves transfer
 data of object stores (``s3``, ``gs``, ``az``, ``azure``), if they can. Such an input is only looked up before its group is

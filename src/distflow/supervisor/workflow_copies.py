@@ -98,8 +98,9 @@ def read_copy(text: str, secrets: Path, node: str) -> tuple[WorkflowCopy, bool]:
             return copy, signed is not None and is_own_record(secrets, body, signed.group(1))
     except (DecodeError, ValueError, RecursionError) as error:
         raise StateError(
-            f"the copy of its record on {node} (workflow.json) is not valid ({error}): search its other nodes too, or update "
-            "distflow if a newer version wrote the copy"
+            f"the copy of the workflow's record on {node} (workflow.json) is not valid ({error}): run `distflow workflow "
+            "adopt` with a `--pool` or `--hostfile` that contains the workflow's other nodes, or update distflow if a newer "
+            "version wrote the copy"
         ) from error
 
 
@@ -142,10 +143,11 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     digests += [file.blob or "" for launch in launches for file in launch.files]
     _match(_DIGEST, "SHA-256 digest", digests)
     if record.number < 1:
-        raise ValueError(f"its number is {record.number}, but workflows are numbered from 1")
+        raise ValueError(f"the workflow's number is {record.number}, but numbers start at 1")
     if record.id != f"{record.name}-{record.number}":
         raise ValueError(
-            f"its id is `{plain(record.id[:_SHOWN])}`, but its name is `{record.name}` and its number is {record.number}"
+            f"the workflow's id is `{plain(record.id[:_SHOWN])}`, but its name is `{record.name}` and its number is "
+            f"{record.number}"
         )
     if negative := [task.name for _, task in tasks if task.attempt < 0]:
         raise ValueError(f"the task {negative[0]} has an attempt with a negative number")

@@ -227,17 +227,17 @@ class RayCluster:
 
     def await_empty(self, timeout: float = 30) -> None:
         """Wait until no placement groups and no resident programs of distflow are left."""
-        what = "no placement group or program of distflow is left in Ray"
+        what = "no placement group or resident program of distflow is left in Ray"
         wait_until(lambda: not self.allocations() and not self.residents(), timeout, what)
 
     def remove_all(self) -> None:
-        """Remove distflow's placement groups and programs. The next test begins with an idle cluster."""
+        """Remove distflow's placement groups and resident programs. The next test begins with an idle cluster."""
         self.ask("release", ids=self.allocations())
         self.await_empty()
 
     def residents(self, node: str = "") -> list[int]:
         """Return the process ids of distflow's resident programs (``runtime.services.resident``), on one node or on all."""
-        # The arguments with which `cluster_program.py` starts it.
+        # The arguments with which `cluster_program.py` starts them.
         return [pid for pid in self.processes(node) if "\0tied\0distflow-" in _command(pid)]
 
     def processes(self, node: str = "") -> list[int]:

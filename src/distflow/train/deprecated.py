@@ -1,6 +1,7 @@
 """Deprecated names of distflow 0.2, which warn when they are used.
 
-Functions that are now methods of a plan use the strategy of the last plan.
+Functions that are now methods of a plan use the strategy of the last plan, else the one that the spec sets, else ``ddp`` (or
+``none`` for one rank).
 """
 
 from __future__ import annotations

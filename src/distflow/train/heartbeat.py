@@ -16,7 +16,8 @@ _last = -_EVERY_S
 def beat() -> None:
     """Touch the file that ``DISTFLOW_HEARTBEAT`` names, at most once a second; without the variable, do nothing.
 
-    Call it once per step: a thread would continue while the loop hangs. A failure to touch the file is ignored.
+    Call it once per step from the training loop, not from a thread: a thread would continue while the loop hangs. A failure to
+    touch the file is ignored.
     """
     global _last  # noqa: PLW0603 (one file per process)
     path = os.environ.get("DISTFLOW_HEARTBEAT")

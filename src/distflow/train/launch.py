@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from distflow.train.launcher.starting import LaunchOptions, LayoutError, read_share, run_command
+from distflow.train.launcher.starting import LaunchOptions, LayoutError, read_settings, run_command
 
 __all__ = ["main"]
 
@@ -26,12 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.module and not Path(args.target).is_file():
         parser.error(f"{args.target}: no such script; give the path of a Python file, or -m and the name of a module")
     try:
-        share = read_share(
+        settings = read_settings(
             os.environ, **{name: value for name, value in vars(args).items() if name in LaunchOptions.__annotations__}
         )
     except LayoutError as error:
         parser.error(str(error))
-    return run_command(share, "module" if args.module else "script", args.target, args.arguments)
+    return run_command(settings, "module" if args.module else "script", args.target, args.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

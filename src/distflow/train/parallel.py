@@ -40,7 +40,7 @@ def parallelize(
 ) -> ParallelPlan:
     """Implement ``World.parallelize``, also for process groups that the program created itself."""
     if strategy is None and (strategy := current_strategy_or_none()) is None:
-        # Use DDP also on one rank, so that a plan accepts the same options as on several ranks.
+        # Use this kind also on one rank, where `prepare` does not wrap the model, so that it does not depend on the world size.
         strategy = "ddp"
     resolved = resolve_strategy(strategy, world_size())
     if weights is None:
@@ -84,7 +84,7 @@ class ParallelPlan:
     def data_shard(self) -> tuple[int, int]:
         """This rank's share of the data and the number of shares: ``rank`` and ``num_replicas`` of a ``DistributedSampler``.
 
-        Ranks that share a tensor or a sequence, and stages of one pipeline, have the same share.
+        Ranks of one tensor-parallel or sequence-parallel group, and the stages of one pipeline, have the same share.
         """
         return self.strategy.data_shard(self.rank)
 
@@ -115,7 +115,7 @@ class ParallelPlan:
     def forward_backward(self, inputs: Batch, targets: Batch, loss: Loss, *, micro_batches: int | None = None) -> torch.Tensor:
         """Run the forward and backward passes of one step on this rank's batch, and return the mean loss of the batch.
 
-        Collective: all ranks call it, each with its own share (``data_shard``). Then step the optimizer.
+        Collective: all ranks call it, each with its own share (``data_shard``). Then step the optimizer and zero the gradients.
 
         ``inputs`` is a tensor of shape (samples, …), a mapping of such tensors (the model is called with the keys as names, as
         models of Hugging Face are), or a tuple (one argument each). ``targets`` is of the same kinds, or ``None``; a pipeline
@@ -216,7 +216,7 @@ class ParallelPlan:
         return accumulate(self.model, self.strategy.passes if every is None else every, sync_every=self._sync_every)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients to a norm of at most ``max_norm`` over the whole model, and return the norm before.
+        """Scale the gradients to a norm of at most ``max_norm`` over the whole model, and return the norm before clipping.
 
         Collective: all ranks call it, after the gradients are reduced. The result is a float32 scalar, equal on every rank.
         Raises ``ValueError`` for a negative norm.

@@ -1,7 +1,7 @@
 """Decisions that all ranks make together: to skip a step, and to stop.
 
-If only one rank skipped a step or left the loop, the others would wait for it in a reduction. Therefore all ranks vote on lack
-of memory, gradients that are not finite, and requests to stop. Other errors are raised at once and end the world.
+If only one rank skipped a step or left the loop, the others would wait for it in a reduction. Therefore all ranks vote on
+out-of-memory errors, gradients that are not finite, and requests to stop. Other errors are raised at once and end the world.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class MemoryGuard:
             loss.backward()
 
     All ranks must enter the block in every step. They vote when they leave it, and before each call of a model in
-    ``DistributedDataParallel``, which may begin with collectives. So a rank may also run out of memory before such a call, for
-    example when it moves the batch to the GPU.
+    ``DistributedDataParallel``, which may begin with collectives. The guard therefore also handles a rank that runs out of
+    memory before such a call, for example when it moves the batch to the GPU.
 
     A rank that runs out of memory while others wait in a collective (the backward pass, or the forward pass of a sharded model)
     gets no votes. It raises ``OutOfMemory`` after ``timeout`` seconds, which ends the world.
@@ -82,7 +82,7 @@ class MemoryGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Vote on the step, unless the ranks have voted to skip it, or another error than lack of memory is raised."""
+        """Vote on the step, unless the ranks have voted to skip it, or an error other than an out-of-memory error is raised."""
         self._is_inside = False
         models, is_first_step = self._models, self._all_calls is not None
         if self._all_calls is not None:
@@ -124,9 +124,10 @@ class MemoryGuard:
             all_ranks(False, group=self._group, timeout=self._timeout)
         except RuntimeError as why:
             raise OutOfMemory(
-                f"this rank ran out of memory, and the vote with the other ranks (limit: {self._timeout.total_seconds():g} s) "
-                f"failed: {str(why).splitlines()[0]}. They may wait in a collective of the guarded block: keep the backward "
-                "pass and sharded models out of it, or use smaller batches"
+                "this rank ran out of memory, and could not agree with the other ranks to skip the step (limit: "
+                f"{self._timeout.total_seconds():g} s): {str(why).splitlines()[0]}. The other ranks may be waiting in a "
+                "collective inside the `with` block of MemoryGuard: move the backward pass and sharded models out of this "
+                "block, or use smaller batches"
             ) from error
 
 

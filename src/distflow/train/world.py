@@ -310,8 +310,8 @@ def _register_and_wait(tcp: Store, environment: Mapping[str, str], place: World,
             if not missing:  # the last rank has just joined
                 break
             raise WorldError(
-                f"{_ranks(missing)} did not join within {timeout.total_seconds():g} s: check their output, or raise "
-                "start_timeout"
+                f"{_ranks(missing)} did not join within {timeout.total_seconds():g} s: check their output, or "
+                "increase `start_timeout` of `train.init()`"
             )
         pause.wait(pause_s)
         pause_s = min(2 * pause_s, 0.25)

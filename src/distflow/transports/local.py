@@ -21,7 +21,7 @@ _READ = 65536
 _LOGIN_VARIABLES = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"})
 _LOGIN_PREFIXES = ("LC_", "PYENV_", "XDG_")
 _TAIL = 16384
-_DRAINED_S = 2.0
+_DRAIN_TIMEOUT_S = 2.0
 
 
 class LocalTransport:
@@ -59,7 +59,7 @@ class LocalTransport:
                     os.killpg(process.pid, signal.SIGKILL)
                 # Child processes in other sessions may still hold the pipes: do not wait for them.
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=_DRAINED_S)
+                    process.communicate(timeout=_DRAIN_TIMEOUT_S)
                 raise NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s") from None
         return Completed(exit_code=_shell_exit_code(process.returncode), stdout=stdout, stderr=stderr)
 
@@ -148,7 +148,7 @@ class LocalChannel:
                     raise command_closed(self._node)
                 fd = self._process.stdin.fileno()
                 if not self._wait(fd, select.POLLOUT):
-                    raise NodeUnreachable(self._node, "the channel was closed while it was being written to")
+                    raise NodeUnreachable(self._node, "the connection to the command was closed during a write")
                 try:
                     view = view[os.write(fd, view[:_READ]) :]
                 except BlockingIOError:
@@ -168,7 +168,7 @@ class LocalChannel:
                 with contextlib.suppress(OSError):
                     data = os.read(fd, _READ)
                 if not data:
-                    self._drain.join(_DRAINED_S)
+                    self._drain.join(_DRAIN_TIMEOUT_S)
             return data
 
     def stderr_tail(self) -> str:
@@ -178,7 +178,7 @@ class LocalChannel:
 
     @property
     def exit_code(self) -> int | None:
-        """The command's exit code; ``None`` while it runs."""
+        """The command's exit code; ``None`` while it runs, or while another process holds its standard error."""
         if self._process is None:
             return self._failed.exit_code if self._failed is not None else None
         return _shell_exit_code(self._process.returncode) if self._process.returncode is not None else None
@@ -233,7 +233,7 @@ def _shell_exit_code(code: int) -> int:
 
 
 def login_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a login, such as HOME, PATH and LANG.
+    """Return only the variables that a login usually sets, such as HOME, PATH and LANG.
 
     Other variables of the shell that started the supervisor (a WORLD_SIZE, a token) must not reach the tasks.
     """

@@ -29,7 +29,7 @@ _PIECE = 256 << 10
 _MOST_QUEUED = 1 << 20
 """Input is queued only while fewer bytes than this wait to be sent, over all channels."""
 _TAIL = 16384
-_DRAINED_S = 2.0
+_DRAIN_TIMEOUT_S = 2.0
 _FLUSH_S = 1.0
 _REASON_S = 1.0
 _SILENT_PINGS = 3
@@ -131,7 +131,7 @@ class MultiplexedChannel:
             if self._is_closed:
                 return b""
             if not self._output:
-                self._changed.wait_for(lambda: self._is_over or self._is_cut, _DRAINED_S if self._is_command else 0)
+                self._changed.wait_for(lambda: self._is_over or self._is_cut, _DRAIN_TIMEOUT_S if self._is_command else 0)
                 return b""
             with memoryview(self._output) as view, view[: hub.READ] as piece:
                 data = bytes(piece)

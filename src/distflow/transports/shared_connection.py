@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, Protocol, TypeVar
 
+from distflow.documents.quantities import seconds_text
 from distflow.errors import NodeUnreachable, TransportError
 from distflow.transports.base import Deadline
 
@@ -79,7 +80,7 @@ class SharedConnection(Generic[C]):
             return outcome.result(None if deadline is None else deadline.left())
         except FutureTimeout:
             seconds = 0.0 if deadline is None else deadline.seconds
-            raise NodeUnreachable(self._node, f"no connection within {seconds:g} s") from None
+            raise NodeUnreachable(self._node, f"no connection within {seconds_text(seconds)}") from None
 
     def drop(self) -> None:
         """Close the connection and end an attempt to connect, which then fails. The next ``get`` connects again."""

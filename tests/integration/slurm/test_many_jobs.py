@@ -24,7 +24,7 @@ exec {squeue} "$@"
 
 
 class NoLogs:
-    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+    def resume_position(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         raise AssertionError(f"{key.name} has no output ({kind})")
 
     def has_room(self) -> bool:
@@ -33,7 +33,7 @@ class NoLogs:
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         raise AssertionError(f"{key.name} has no output ({file}, {offset}, {data!r})")
 
-    def beat(self, key: AttemptKey, at: float) -> None:
+    def record_heartbeat(self, key: AttemptKey, at: float) -> None:
         pass
 
 

@@ -25,6 +25,6 @@ def test_a_mac_can_submit_but_cannot_run_tasks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_error_for_an_unknown_backend_lists_the_backends() -> None:
-    with pytest.raises(InputError, match="pool lab has `backend: cloud`") as caught:
+    with pytest.raises(InputError, match="pool `lab` has `backend: cloud`") as caught:
         require_supported(pool("cloud"))
     assert caught.value.hint == "available: local, ssh, slurm, kubernetes, ray"

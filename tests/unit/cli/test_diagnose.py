@@ -57,6 +57,14 @@ def test_why_names_the_diagnosis(screen: Screen) -> None:
     assert screen.out.endswith(f"\nDetails: distflow workflow diagnose {record.id}\n")
 
 
+def test_a_remedy_names_the_pool_to_check(screen: Screen) -> None:
+    record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    line = b"gpu2:812 NCCL WARN Mismatched NCCL version detected : rank 8 version 22705 rank 0 version 22703\n"
+    task_log(screen.directory, record, "worker", [(T0 + 90, line)])
+    assert screen.run("diagnose", record.id, "-t", "json") == 0
+    assert f"`distflow pool check --pool {record.pool}` shows the torch of each node" in screen.out
+
+
 def output_after_logs(
     screen: Screen, capsys: pytest.CaptureFixture[str], record: WorkflowRecord, *, fetches: bool = False
 ) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.cleanup import Leftover, Recalled
+from distflow.backends.machines.cleanup import Leftover, UnknownWorkflows
 from distflow.cli.app import run
 from distflow.client.adoption import Adoption
 from distflow.client.nodes import Cleaned, PoolNode, Reaped, Uninstalled
@@ -59,7 +59,7 @@ def test_pools_without_nodes_of_their_own_are_refused(
     (folder / "distflow.yaml").write_text(f"{CONFIGURATION}  hpc: {{backend: slurm}}\n")
     assert run(["node", *command, "--pool", "hpc"]) == 2
     out, err = capsys.readouterr()
-    message = "pool `hpc` has no nodes of its own to clean up, because slurm chooses them"
+    message = "pool `hpc` has no nodes of its own, because slurm chooses them for each job"
     if "json" in command:
         assert json.loads(out)["error"]["message"] == message
     else:
@@ -70,7 +70,7 @@ def test_pools_without_nodes_of_their_own_are_refused(
 def test_all_pools_without_nodes_of_their_own_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "distflow.yaml").write_text("default_pool: hpc\npools:\n  hpc: {backend: slurm}\n  pods: {backend: kubernetes}\n")
     assert run(["node", "clean"]) == 2
-    message = "the pools `hpc` and `pods` have no nodes of their own to clean up, because clusters choose them"
+    message = "the pools `hpc` and `pods` have no nodes of their own, because clusters choose them for each job"
     assert capsys.readouterr().err == f"error: {message}\nto end leftover jobs: distflow node reap\n"
 
 
@@ -133,9 +133,9 @@ def test_leftovers_that_remain_are_an_error(monkeypatch: pytest.MonkeyPatch, cap
 def test_adopt_does_not_report_that_there_is_nothing_to_adopt_if_a_node_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = Recalled(pool=Pool(name="lab", backend="ssh", nodes=()), node="gpu1", error="refused")
+    failed = UnknownWorkflows(pool=Pool(name="lab", backend="ssh", nodes=()), node="gpu1", error="refused")
 
-    def adoption(*nodes: Recalled) -> Adoption:
+    def adoption(*nodes: UnknownWorkflows) -> Adoption:
         return Adoption(workflows=(), nodes=nodes, kept_aside=None)
 
     monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: adoption(failed))

@@ -74,7 +74,7 @@ def test_a_test_message_is_sent_to_the_chosen_targets(command: Run, tmp_path: Pa
     assert (code, file["sent"], file["error"], team["sent"]) == (3, True, None, False)
     assert team["error"].startswith("this machine has no credential `team`: set it: ")
     code, _, err = command("notify", "test", "--name", "flie")
-    assert (code, "there is no target `flie`" in err, "did you mean `file`" in err) == (2, True, True)
+    assert (code, "there is no notification target `flie`" in err, "did you mean `file`" in err) == (2, True, True)
 
 
 def test_a_configuration_without_targets_is_reported(command: Run, tmp_path: Path) -> None:

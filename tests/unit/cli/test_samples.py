@@ -133,7 +133,7 @@ def test_diagnose_and_why_report_idle_gpus(screen: Screen, sampled: WorkflowReco
     assert (group["message"], group["diagnoses"]) == (None, [])
     assert [(one["key"], one["task"]) for one in group["findings"]] == [("gpu-idle", "worker")]
     assert screen.run("why", sampled.id) == 0
-    finding = "GPU 1 of worker on worker-node did nothing for the last 16 min, GPU 0 was 90% busy"
+    finding = "GPU 1 of worker on worker-node stayed below 5% utilization for the last 16 min, GPU 0 was 90% busy"
     assert f"\nFinding    GPUs are reserved but not used: {finding}\n" in screen.out
     assert screen.run("diagnose", sampled.id, "--task", "master") == 0
     assert "Finding" not in screen.out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.backends.machines.cleanup import FoundWorkflow, Recalled
+from distflow.backends.machines.cleanup import FoundWorkflow, UnknownWorkflows
 from distflow.client.adoption import AdoptableWorkflow, _adopt, _gather
 from distflow.client.client import Client
 from distflow.client.notifications.targets import set_profile_notify
@@ -49,11 +49,11 @@ def test_a_workflow_that_is_already_stored_is_skipped_and_others_are_adopted(tmp
 
 
 def test_a_workflow_with_an_invalid_copy_is_skipped_with_the_name_of_the_node(tmp_path: Path) -> None:
-    answer = Recalled(
+    answer = UnknownWorkflows(
         pool=Pool(name="lab", backend="ssh", nodes=()),
         node="n2",
-        workflows=(FoundWorkflow(uuid="u", copy="{}", attempts=()),),
+        workflows=(FoundWorkflow(uuid="u", memo="{}", attempts=()),),
     )
     found, (skipped,) = _gather([answer], tmp_path)
     assert not found
-    assert "the copy of its record on n2 (workflow.json) is not valid" in skipped.skipped
+    assert "the copy of the workflow's record on n2 (workflow.json) is not valid" in skipped.skipped

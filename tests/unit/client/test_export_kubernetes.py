@@ -169,7 +169,6 @@ def test_specs_that_manifests_cannot_express_are_errors(
     ("workflow", "message"),
     [
         ({"notify": [{"url": "https://example.com/x"}]}, "cannot express this part of workflow one: `notify`"),
-        ({"labels": {"a..b/c": "d"}}, "cannot express this part of workflow one: the label `a..b/c`"),
         ({"timeout": {"queue_timeout": "1h"}}, "cannot express this part of group g: `queue_timeout`"),
         ({"timeout": {"hang_timeout": "1h"}}, "cannot express this part of group g: `hang_timeout`"),
         ({"max_log": "1Gi"}, "cannot express this part of workflow one: `max_log`"),
@@ -182,6 +181,14 @@ def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
 ) -> None:
     assert run(["workflow", "export", spec_of({"name": "a"}, workflow=workflow), "--to", "kubernetes"]) == 2
     assert f"spec.yaml:1: error: a manifest {message}" in capsys.readouterr().err
+
+
+def test_a_label_key_that_kubernetes_does_not_allow_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of({"name": "a"}, workflow={"labels": {"a..b/c": "d"}})
+    assert run(["workflow", "export", spec, "--to", "kubernetes"]) == 2
+    reason = "each part of its prefix between dots must begin and end with a letter or a digit"
+    message = f"Kubernetes does not allow the label key `a..b/c`: {reason}"
+    assert f"spec.yaml:1: error: {message}\n" in capsys.readouterr().err
 
 
 def test_an_indexed_job_that_would_not_be_retried_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,8 +240,13 @@ def test_all_objects_have_the_labels_of_the_spec(options: list[str], capsys: pyt
             {},
             "all nodes of a TrainJob have the same number of ranks, but task b has another number than task a",
         ),
-        ({"command": ["python3", "train.py", "--fast"]}, {}, "task b has another command, environment or files than task a"),
-        ({"environment": {"X": "1"}}, {}, "task b has another command, environment or files than task a"),
+        (
+            {"command": ["python3", "train.py", "--fast"]},
+            {},
+            "task b differs from task a in its command, environment, files or",
+        ),
+        ({"environment": {"X": "1"}}, {}, "task b differs from task a in its command, environment, files or"),
+        ({"exitActions": {"COMPLETE": "3"}}, {}, "files or `exitActions`"),
         ({}, {"launcher": {"kind": "torchrun", "max_restarts": 2}}, "a TrainJob cannot restart ranks (`max_restarts`)"),
     ],
 )

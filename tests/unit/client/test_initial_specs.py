@@ -141,6 +141,30 @@ def test_scripts_that_cannot_be_translated_are_errors(folder: Path, text: str, m
 
 
 @pytest.mark.parametrize(
+    ("lines", "command"),
+    [
+        ("bash train.sh --lr 1", ("bash", "train.sh", "--lr", "1")),
+        ("module load cuda\nsh -e ./run.sh", ("sh", "-e", "./run.sh")),
+        ("bash setup.sh\npython train.py", ("python", "train.py")),
+        ("cat > node.sh <<END\ntorchrun train.py\nEND\nbash node.sh", ("python3", "train.py")),
+    ],
+)
+def test_a_script_that_a_shell_runs_is_the_command_if_there_is_no_other(
+    folder: Path, lines: str, command: tuple[str, ...]
+) -> None:
+    draft = draft_sbatch(f"#SBATCH -N 2\n{lines}\n", folder=folder)
+    assert draft.command == command
+    assert all(line not in note for note in draft.notes for line in ("bash node.sh", "bash train.sh", "run.sh"))
+    assert any("`bash setup.sh`: only one command is translated" in note for note in draft.notes) is ("setup.sh" in lines)
+
+
+@pytest.mark.parametrize("line", ["bash -c 'echo hello'", "bash -s < commands", "bash", "bash - <<END\npwd\nEND"])
+def test_a_shell_without_a_script_file_is_not_a_training_command(folder: Path, line: str) -> None:
+    with pytest.raises(InputError, match="no training command was found"):
+        draft_sbatch(f"{line}\n", folder=folder)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "srun python -m torch.distributed.run --nproc_per_node=2 train.py",

@@ -23,7 +23,7 @@ from distflow.client.client import Client
 from distflow.client.notifications import delivery
 from distflow.client.notifications.delivery import send_test_notification
 from distflow.client.notifications.message import compose, sample
-from distflow.client.notifications.sender import main, send_notices
+from distflow.client.notifications.sender import main, send_notifications
 from distflow.client.notifications.targets import set_profile_notify, target_problems
 from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.problems import Mark, ProblemsFound
@@ -34,7 +34,7 @@ from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.state.credentials import CredentialStore, CredentialType
 from distflow.state.event_details import NotificationFailed, NotificationSent
-from distflow.state.notices import Notice
+from distflow.state.notification import Notification
 from distflow.state.record import WorkflowRecord
 from outputs import assert_documented
 from unit.state.stored import T0, failed_group, workflow
@@ -66,7 +66,7 @@ def stored(client: Client, *targets: NotifyTarget, on: Trigger = Trigger.FAILED)
     record = workflow([failed_group()], number=number, state=WorkflowState.FAILED, reason=Reason.EXIT_CODE)
     plan, pool = Plan(name="digits", pool="lab", groups=()), Pool(name="lab", backend="ssh", nodes=())
     record = client.store.submit(record, template="", spec="", plan=plan, pool=pool, notify=targets)
-    due = [Notice(workflow=record.uuid, target=position, on=on, at=T0) for position in range(len(targets))]
+    due = [Notification(workflow=record.uuid, target=position, on=on, at=T0) for position in range(len(targets))]
     client.store.save([record], [], due)
     return record
 
@@ -80,7 +80,7 @@ def test_a_failure_is_sent_with_its_cause_and_only_once(client: Client, receiver
     set_url(client, "team", receiver.url)
     record = stored(client, NotifyTarget(credential="team"))
     receiver.answers.put(503)
-    send_notices(client, pauses_s=(0.01,))
+    send_notifications(client, pauses_s=(0.01,))
     first, second = receiver.received
     assert first == second, "each try sends the same document"
     assert_documented(second, "notification")
@@ -93,7 +93,7 @@ def test_a_failure_is_sent_with_its_cause_and_only_once(client: Client, receiver
     )
     assert second["text"].endswith("Details: distflow workflow why digits-1")
     assert outcomes(client, record) == [NotificationSent(on="failed", target="team")]
-    send_notices(client)
+    send_notifications(client)
     assert len(receiver.received) == 2
 
 
@@ -108,7 +108,7 @@ def test_a_failure_is_sent_with_its_cause_and_only_once(client: Client, receiver
 )
 def test_every_kind_of_message_is_documented(client: Client, trigger: Trigger, summary: str) -> None:
     message = compose(
-        client, stored(client), trigger, notice_id="x", subject="training/0" if trigger.value == "waiting" else ""
+        client, stored(client), trigger, notification_id="x", subject="training/0" if trigger.value == "waiting" else ""
     )
     assert_documented(message, "notification")
     assert message["summary"] == summary
@@ -118,7 +118,7 @@ def test_every_kind_of_message_is_documented(client: Client, trigger: Trigger, s
 def test_slack_gets_a_text(client: Client, receiver: Receiver) -> None:
     set_url(client, "team", receiver.url)
     stored(client, NotifyTarget(credential="team", format="slack"))
-    send_notices(client)
+    send_notifications(client)
     (body,) = receiver.received
     assert list(body) == ["text"]
     assert "RuntimeError: shapes differ" in body["text"]
@@ -141,11 +141,11 @@ def test_a_refusal_is_recorded_without_the_url(
     record = stored(client, NotifyTarget(credential="team"))
     for answer in answers:
         receiver.answers.put(answer)
-    send_notices(client, pauses_s=(0.01, 0.01))
+    send_notifications(client, pauses_s=(0.01, 0.01))
     assert outcomes(client, record) == [NotificationFailed(on="failed", target="team", error=error)]
     assert len(receiver.received) == requests
     assert SECRET not in capfd.readouterr().err + "".join(event.text for event in client.store.events(record.uuid))
-    assert not client.store.has_notices()
+    assert not client.store.has_notifications()
 
 
 def test_target_that_does_not_answer_does_not_delay_others(
@@ -155,7 +155,7 @@ def test_target_that_does_not_answer_does_not_delay_others(
     receiver.is_silent.set()
     command = ("sh", "-c", f'cat > {tmp_path}/body; echo "$DISTFLOW_NOTIFY_ON $DISTFLOW_NOTIFY_ID" > {tmp_path}/environment')
     record = stored(client, NotifyTarget(url=receiver.url), NotifyTarget(command=command))
-    send_notices(client, pauses_s=())
+    send_notifications(client, pauses_s=())
     assert outcomes(client, record) == [
         NotificationSent(on="failed", target="sh"),
         NotificationFailed(
@@ -186,7 +186,7 @@ def test_a_command_that_fails_or_hangs_is_an_error(
 def test_changed_credential_is_checked_again(client: Client) -> None:
     record = stored(client, NotifyTarget(credential="team"))
     set_url(client, "team", f"http://ci.example/{SECRET}")
-    send_notices(client)
+    send_notifications(client)
     (outcome,) = outcomes(client, record)
     assert isinstance(outcome, NotificationFailed)
     assert outcome.error == "the URL of the credential `team` is a secret, and http:// would send it without encryption"
@@ -206,7 +206,7 @@ def test_process_sends_due_notifications_unless_another_process_does(client: Cli
         fcntl.flock(file, fcntl.LOCK_EX)
         assert (main(argv), receiver.received) == (0, [])
     assert main(argv) == 0
-    assert (len(receiver.received), client.store.has_notices()) == (1, False)
+    assert (len(receiver.received), client.store.has_notifications()) == (1, False)
 
 
 def test_a_login_in_the_url_becomes_a_header(receiver: Receiver) -> None:
@@ -234,7 +234,7 @@ def test_a_server_without_a_valid_certificate_gets_nothing(receiver: Receiver, t
 
 def test_missing_credential_ends_the_notification(client: Client) -> None:
     record = stored(client, NotifyTarget(credential="team"))
-    send_notices(client)
+    send_notifications(client)
     assert outcomes(client, record) == [
         NotificationFailed(on="failed", target="team", error="this machine has no credential `team`")
     ]
@@ -276,7 +276,7 @@ def test_broken_apprise_or_a_bug_does_not_delay_other_notifications(
     record = stored(client, NotifyTarget(credential="mail"), NotifyTarget(url=receiver.url))
     broken = stored(client, NotifyTarget(url=receiver.url))
     client.store._db.execute("UPDATE documents SET notify = '[3]' WHERE workflow = ?", (broken.uuid,))
-    send_notices(client)
+    send_notifications(client)
     error = "apprise is installed, but cannot be imported: AttributeError: x"
     assert outcomes(client, record)[0] == NotificationFailed(on="failed", target="mail", error=error)
     assert len(receiver.received) == 1
@@ -285,12 +285,12 @@ def test_broken_apprise_or_a_bug_does_not_delay_other_notifications(
     assert (outcome.target, "cannot be read" in outcome.error) == ("target 1", True)
     bug = stored(client, NotifyTarget(url=receiver.url))
     monkeypatch.setattr("distflow.client.notifications.message.diagnose_groups", lambda *_: 1 // 0)
-    send_notices(client)
+    send_notifications(client)
     (outcome,) = outcomes(client, bug)
     assert outcome == NotificationFailed(
         on="failed", target=NotifyTarget(url=receiver.url).label, error="a bug in distflow: ZeroDivisionError"
     )
-    assert not client.store.has_notices()
+    assert not client.store.has_notifications()
 
 
 def test_a_full_disk_does_not_repeat_a_message_forever(
@@ -303,15 +303,15 @@ def test_a_full_disk_does_not_repeat_a_message_forever(
     with monkeypatch.context() as full:
         full.setattr(client.store, "count_delivery", raise_error)
         with pytest.raises(StateError):
-            send_notices(client)
+            send_notifications(client)
     assert receiver.received == []
     with monkeypatch.context() as full:
-        full.setattr(client.store, "finish_notice", raise_error)
+        full.setattr(client.store, "finish_notification", raise_error)
         for _ in range(7):
             with pytest.raises(StateError):
-                send_notices(client)
+                send_notifications(client)
     assert len(receiver.received) == 5
-    send_notices(client)
+    send_notifications(client)
     (outcome,) = outcomes(client, record)
     assert isinstance(outcome, NotificationFailed)
     assert outcome.error == "given up: its delivery was interrupted 5 times"
@@ -321,7 +321,7 @@ def test_a_full_disk_does_not_repeat_a_message_forever(
 def test_unreachable_servers_do_not_delay_others(client: Client) -> None:
     unreachable = [stored(client, NotifyTarget(url=f"http://127.0.0.1:9/{number}")) for number in range(9)]
     quick = stored(client, NotifyTarget(command=("true",)))
-    send_notices(client, pauses_s=(2.0,))
+    send_notifications(client, pauses_s=(2.0,))
     (sent,) = client.store.events(quick.uuid)
     assert isinstance(sent.details, NotificationSent)
     assert all(sent.sequence < event.sequence for record in unreachable for event in client.store.events(record.uuid))
@@ -331,7 +331,7 @@ def test_server_gets_one_message_at_a_time(client: Client, receiver: Receiver) -
     for _ in range(2):
         stored(client, NotifyTarget(url=receiver.url))
     receiver.answers.put(503)
-    send_notices(client, pauses_s=(0.1,))
+    send_notifications(client, pauses_s=(0.1,))
     assert [one["name"] for one in receiver.received] == ["digits-1", "digits-1", "digits-2"]
 
 
@@ -341,7 +341,7 @@ def test_apprise_delivers(client: Client, receiver: Receiver, monkeypatch: pytes
     set_url(client, "service", receiver.url.replace("http://", "json://"))
     record = stored(client, NotifyTarget(credential="service"))
     assert target_problems(client, [NotifyTarget(credential="service")]) == []
-    send_notices(client)
+    send_notifications(client)
     set_url(client, "wrong", "slak://token")
     for is_quick in (True, False):
         (problem,) = target_problems(client, [NotifyTarget(credential="wrong")], is_quick=is_quick)

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.ends import END_RULES
-from distflow.diagnosis.model import Case, FirstFailure, Level, TaskOutcome
+from distflow.diagnosis.model import FirstFailure, GroupOutcome, Level, TaskOutcome
 from distflow.diagnosis.rules import RULES
 from distflow.lifecycle.states import Reason
 from distflow.structs import replace
@@ -21,11 +21,11 @@ WORKER = TaskOutcome(task="worker", node="gpu2", ranks=range(8, 16))
 LOST = "RuntimeError: [pair.cc:537] Read error [10.0.0.1]:45283: Connection reset by peer."
 
 
-def case(*lines: str, first: str = "", other: str = LOST, **end: Any) -> Case:
+def group_outcome(*lines: str, first: str = "", other: str = LOST, **end: Any) -> GroupOutcome:
     """Return a gang whose worker printed ``lines`` and whose master printed ``other``. ``end`` is the worker's end."""
     worker = replace(WORKER, lines=lines, **end)
     failure = FirstFailure(task="worker", rank="11", message=first) if first else None
-    return Case(outcomes=(replace(MASTER, lines=(other,)), worker), first=failure)
+    return GroupOutcome(outcomes=(replace(MASTER, lines=(other,)), worker), first=failure)
 
 
 OUT_OF_MEMORY = """
@@ -89,7 +89,7 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
     ],
 )
 def test_a_message_is_recognized_by_its_rule(line: str, key: str, found: str) -> None:
-    diagnoses = diagnose(case("step 12", line, first="exit code 1"))
+    diagnoses = diagnose(group_outcome("step 12", line, first="exit code 1"))
     assert [one.key for one in diagnoses] == [key]
     assert found in diagnoses[0].found
     assert diagnoses[0].line == line
@@ -98,14 +98,14 @@ def test_a_message_is_recognized_by_its_rule(line: str, key: str, found: str) ->
 
 def test_different_precisions_are_not_different_devices() -> None:
     diagnoses = diagnose(
-        case("RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be …")
+        group_outcome("RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be …")
     )
     assert [one.key for one in diagnoses] == ["peer-died"]
 
 
 def test_a_message_of_the_kernel_outranks_all_others() -> None:
     diagnoses = diagnose(
-        case(
+        group_outcome(
             "MemoryError",
             "RuntimeError: CUDA error: invalid device ordinal",
             first="out of memory: the kernel killed process 9",
@@ -120,13 +120,15 @@ def test_a_message_of_the_kernel_outranks_all_others() -> None:
 
 def test_a_fault_of_a_gpu_is_found_in_the_kernel_log() -> None:
     diagnoses = diagnose(
-        case(LOST, first="exit code 1", kernel=("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",))
+        group_outcome(LOST, first="exit code 1", kernel=("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",))
     )
     assert [one.key for one in diagnoses] == ["gpu-fault"]
 
 
 def test_a_lost_connection_is_traced_to_the_first_failure() -> None:
-    (diagnosis,) = diagnose(case("ValueError: a label that is none", first="exit code 1: ValueError: a label that is none"))
+    (diagnosis,) = diagnose(
+        group_outcome("ValueError: a label that is none", first="exit code 1: ValueError: a label that is none")
+    )
     assert diagnosis.key == "peer-died"
     assert diagnosis.found == (
         "rank 11 (worker on gpu2) failed first: exit code 1: ValueError: a label that is none; "
@@ -136,21 +138,23 @@ def test_a_lost_connection_is_traced_to_the_first_failure() -> None:
 
 def test_an_error_of_another_task_is_not_the_cause_of_an_unknown_failure() -> None:
     (diagnosis,) = diagnose(
-        case("AssertionError", first="exit code 1", other="FileNotFoundError: [Errno 2] No such file or directory: 'x'")
+        group_outcome(
+            "AssertionError", first="exit code 1", other="FileNotFoundError: [Errno 2] No such file or directory: 'x'"
+        )
     )
     assert (diagnosis.key, diagnosis.task) == ("peer-died", "worker")
 
 
 def test_a_cause_outranks_a_lost_connection_without_a_known_first_failure() -> None:
-    diagnoses = diagnose(case("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    diagnoses = diagnose(group_outcome("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert [one.key for one in diagnoses] == ["gpu-memory"]
 
 
 def test_a_loopback_address_is_wrong_only_between_nodes() -> None:
     line = "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:18349$0"
-    assert [one.key for one in diagnose(case(line))] == ["wrong-interface"]
-    outcomes = tuple(replace(one, node="gpu1") for one in case(line).outcomes)
-    assert [one.key for one in diagnose(Case(outcomes=outcomes))] == ["collective-timeout"]
+    assert [one.key for one in diagnose(group_outcome(line))] == ["wrong-interface"]
+    outcomes = tuple(replace(one, node="gpu1") for one in group_outcome(line).outcomes)
+    assert [one.key for one in diagnose(GroupOutcome(outcomes=outcomes))] == ["collective-timeout"]
 
 
 @pytest.mark.parametrize(
@@ -175,35 +179,35 @@ def test_a_loopback_address_is_wrong_only_between_nodes() -> None:
     ],
 )
 def test_the_end_of_a_task_is_diagnosed_without_a_message(end: dict[str, Any], keys: list[str]) -> None:
-    assert [one.key for one in diagnose(case("step 12", other="step 12", **end))] == keys
+    assert [one.key for one in diagnose(group_outcome("step 12", other="step 12", **end))] == keys
 
 
 def test_torchruns_store_may_count_nodes_instead_of_ranks() -> None:
     line = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
-    (diagnosis,) = diagnose(case(line, other="step 12"))
+    (diagnosis,) = diagnose(group_outcome(line, other="step 12"))
     assert (diagnosis.key, diagnosis.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 arrived")
-    (wrong,) = diagnose(case(line.replace("1/2", "15/24"), other="step 12"))
+    (wrong,) = diagnose(group_outcome(line.replace("1/2", "15/24"), other="step 12"))
     expected = "worker on gpu2 waits for 24 processes, but the layout has 16 ranks in 2 tasks"
     assert (wrong.key, wrong.found) == ("world-size-mismatch", expected)
 
 
 def test_a_long_list_of_names_is_shortened_with_the_number_of_the_others() -> None:
     missing = [f"ModuleNotFoundError: No module named 'module{number}'" for number in range(11)]
-    (diagnosis,) = diagnose(case(*missing, other="step 12"))
+    (diagnosis,) = diagnose(group_outcome(*missing, other="step 12"))
     assert "module7 and 3 others: not found by worker on gpu2" in diagnosis.found
 
 
 def test_a_key_names_a_rank_only_in_the_default_process_group() -> None:
     line = "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /{}//cpu//0/5"
-    (diagnosis,) = diagnose(case(line.format("default_pg/0"), other="step 12"))
+    (diagnosis,) = diagnose(group_outcome(line.format("default_pg/0"), other="step 12"))
     assert (diagnosis.key, diagnosis.found) == ("rank-missing", "rank 5 (master on gpu1) did not arrive; worker on gpu2 waited")
-    (other,) = diagnose(case(line.format("7"), other="step 12"))
+    (other,) = diagnose(group_outcome(line.format("7"), other="step 12"))
     assert (other.key, other.found) == ("rank-missing", "worker on gpu2 waited")
 
 
 def test_a_hang_is_reported_before_a_timeout_of_ranks() -> None:
     silent = replace(
-        case("Timed out waiting 3000ms for recv operation to complete", other="step 12"), silence="no task has printed"
+        group_outcome("Timed out waiting 3000ms for recv operation to complete", other="step 12"), silence="no task has printed"
     )
     assert [(one.key, one.found) for one in diagnose(silent)] == [
         ("hang", "no task has printed"),
@@ -231,9 +235,9 @@ Traceback (most recent call last):
 ValueError: bad label"""
 
 
-def raised(*lines: str, traceback: str = STACK) -> Case:
+def raised(*lines: str, traceback: str = STACK) -> GroupOutcome:
     """Return a gang in which rank 11, of the worker, ended with an exception."""
-    before = case(*lines)
+    before = group_outcome(*lines)
     return replace(before, first=FirstFailure(task="worker", rank="11", message="exit code 1", traceback=traceback))
 
 
@@ -273,7 +277,9 @@ def test_each_reason_for_a_failed_task_has_a_diagnosis() -> None:
     }
     for reason in set(Reason) - set(explained_elsewhere):
         first = "exit code 127: whatever it was"
-        diagnoses = diagnose(case("step 12", other="step 12", first=first, reason=reason, kernel=("Killed process 9",)))
+        diagnoses = diagnose(
+            group_outcome("step 12", other="step 12", first=first, reason=reason, kernel=("Killed process 9",))
+        )
         assert diagnoses, reason
         assert diagnoses[0].remedy
         assert "worker on gpu2: exit code 127" in diagnoses[0].found, "the message is not repeated"

@@ -43,25 +43,28 @@ BUSY: dict[str, Value] = {"cpu_usage": 4.0, "gpu0_utilization": 97.0, "gpu0_cloc
         ([use(cpu_usage=16.0, memory_usage=5.0 * GIB)], {}),
         (
             [use(gpu0_utilization=0.0, gpu1_utilization=2.0)],
-            {"gpu-idle": "GPUs 0-1 of worker on worker-node did nothing for the last 30 min"},
+            {"gpu-idle": "GPUs 0-1 of worker on worker-node stayed below 5% utilization for the last 30 min"},
         ),
         (
             [use(**BUSY, gpu1_utilization=91.0, gpu2_utilization=0.0)],
-            {"gpu-idle": "GPU 2 of worker on worker-node did nothing for the last 30 min, GPUs 0-1 were 94% busy"},
+            {
+                "gpu-idle": "GPU 2 of worker on worker-node stayed below 5% utilization for the last 30 min, "
+                "GPUs 0-1 were 94% busy"
+            },
         ),
         ([use(gpu0_utilization=lambda at: 0.0 if at < 100 else 95.0)], {}),
         ([use_during("worker", 150, {"gpu0_utilization": 0.0})], {}),
         (
             [use(cpu_usage=15.5, gpu0_utilization=40.0)],
             {
-                "input-bound": "the GPUs of worker on worker-node were 40% busy in the last 30 min, "
+                "input-bound": "GPU 0 of worker on worker-node was 40% busy in the last 30 min, "
                 "while 16 of 16 CPUs were in use"
             },
         ),
         (
             [use(cpu_usage=2.1, gpu0_utilization=30.0, gpu1_utilization=28.0)],
             {
-                "input-bound": "the GPUs of worker on worker-node were 29% busy in the last 30 min, "
+                "input-bound": "GPUs 0-1 of worker on worker-node were 29% busy in the last 30 min, "
                 "with one busy core for each GPU: the data may be loaded in the main process of each rank"
             },
         ),

@@ -158,8 +158,8 @@ def nested_anchors(count: int) -> str:
         ("[" * 100_000, "nested more than 100 levels"),
         ("{a: " * 100_000, "nested more than 100 levels"),
         ("- " * 50_000, "nested more than 100 levels"),
-        ("- a\n" * 200_000, "more than 100000 parts"),
-        ("a: &a {x: 1}\n" + "".join(f"b{i}: &b{i} {{<<: [*a, *a]}}\n" for i in range(30_000)), "parts"),
+        ("- a\n" * 200_000, "more than 100,000 keys and values"),
+        ("a: &a {x: 1}\n" + "".join(f"b{i}: &b{i} {{<<: [*a, *a]}}\n" for i in range(30_000)), "values"),
         (
             "m0: &m0 {x: 1}\n" + "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}\n" for i in range(1, 60)),
             "expand to more than",

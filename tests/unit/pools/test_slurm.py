@@ -167,12 +167,15 @@ pools:
             "    remove it"
         ),
         (
-            "distflow.yaml:17: error: `-p` in `slurm.extra` is an option that distflow sets itself\n"
+            "distflow.yaml:17: error: `-p` cannot be in `slurm.extra`, because `slurm` has a key for it\n"
             "    remove it; use the key `partition`"
         ),
-        "distflow.yaml:17: error: `-G` in `slurm.extra` is an option that distflow sets itself",
         (
-            "distflow.yaml:17: error: `--time` in `slurm.extra` is an option that distflow sets itself\n"
+            "distflow.yaml:17: error: `-G` cannot be in `slurm.extra`, because `slurm` has a key for it\n"
+            "    remove it; set `gpu` in `resources` of the spec"
+        ),
+        (
+            "distflow.yaml:17: error: `--time` cannot be in `slurm.extra`, because `slurm` has a key for it\n"
             "    remove it; use the key `time`"
         ),
         "in `slurm.extra` is not an option of sbatch",

@@ -162,6 +162,22 @@ def test_a_missing_program_is_an_error_with_a_remedy(runtime: str, message: str)
     assert message in caught.value.message
 
 
+@pytest.mark.parametrize("program", ["docker", "apptainer"])
+def test_a_pull_that_takes_too_long_is_an_error_with_the_image(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / program
+    path.write_text('#!/bin/sh\ncase "$1" in image) exit 1;; esac\nexec sleep 60\n')
+    path.chmod(0o700)
+    monkeypatch.setattr(containers, "_PULL_S", 0.36)
+    with pytest.raises(OpError) as caught:
+        containers.pull(
+            launch(runtime=program, mounts=[])["container"], {"PATH": f"{tmp_path}:/usr/bin:/bin"}, str(tmp_path / "root")
+        )
+    assert caught.value.kind == "timeout"
+    assert caught.value.message.startswith(f"pulling the image `repo/image:1` with `{program}` did not finish within 0.0001 h")
+
+
 @pytest.fixture
 def with_apptainer(tmp_path: Path) -> str:
     """A PATH with an apptainer that creates the image file, and records its arguments and its login."""

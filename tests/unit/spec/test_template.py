@@ -265,7 +265,7 @@ def test_no_value_grows_without_bound(expression: str) -> None:
 )
 def test_no_template_runs_past_its_deadline(template: str) -> None:
     begun = time.process_time()
-    assert "takes too long" in refusal(template, limit_s=0.2)
+    assert "takes more than 0.2 s of CPU time" in refusal(template, limit_s=0.2)
     assert time.process_time() - begun < 5
 
 
@@ -280,9 +280,9 @@ def test_every_iteration_of_a_loop_checks_the_clock() -> None:
     from distflow.spec.jinja import BoundedEnvironment
 
     ticks = itertools.count()
-    environment = BoundedEnvironment(limit_s=100, fence=None, clock=lambda: next(ticks))
+    environment = BoundedEnvironment(limit_s=100, delimiters=None, clock=lambda: next(ticks))
     template = environment.from_string(environment.bounded(environment.parse("{% for i in range(99999) %}{% endfor %}")))
-    with pytest.raises(SecurityError, match="takes too long"):
+    with pytest.raises(SecurityError, match="takes more than"):
         template.render()
     assert next(ticks) < 110
 

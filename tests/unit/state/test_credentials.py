@@ -127,7 +127,7 @@ def test_a_wrong_payload_is_refused_without_quoting_a_value(
 
 @pytest.mark.parametrize("name", ["", "1a", "a-", "../a", "a b", "ä", "a" * 65])
 def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="is not a valid name"):
+    with pytest.raises(InputError, match="is not a valid credential name"):
         CredentialStore(tmp_path).set(name, CredentialType.GENERIC, payload(key="value"))
 
 

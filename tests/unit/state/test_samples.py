@@ -73,7 +73,7 @@ def test_the_number_of_values_is_limited() -> None:
 
 def test_a_mirror_ignores_samples_beyond_the_size_limit(tmp_path: Path) -> None:
     mirror, attempt = Mirror(tmp_path), "w/g/t/0"
-    assert mirror.reached(attempt, "samples") == ("output.samples", 0)
+    assert mirror.resume_position(attempt, "samples") == ("output.samples", 0)
     mirror.write(attempt, "output.samples", 0, HEADER + b"\n[1,2,3]\n")
     mirror.write(attempt, "output.samples", 40 << 20, b"x")
     assert (tmp_path / attempt / "output.samples").read_bytes() == HEADER + b"\n[1,2,3]\n"

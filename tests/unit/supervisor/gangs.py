@@ -218,7 +218,7 @@ class Driver:
 
     def beat(self, task: str, at: float | None = None, *, group: str = "train", uuid: str = "u1") -> None:
         """Record a heartbeat of a task, now or at another time."""
-        self.mirror.beat(attempt_name(uuid, group, task, 0), self.clock.now() if at is None else at)
+        self.mirror.record_heartbeat(attempt_name(uuid, group, task, 0), self.clock.now() if at is None else at)
 
     def step(self) -> float | None:
         """Let the supervisor apply the pending observations, decide and act. Return when the next decision is due."""

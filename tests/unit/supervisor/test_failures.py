@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.diagnosis.diagnose import case_of, diagnose
+from distflow.diagnosis.diagnose import diagnose, group_outcome_of
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
@@ -302,7 +302,7 @@ def test_hidden_failure_is_reported_at_once_and_the_group_is_stopped_if_other_ta
 def test_the_diagnosis_names_the_exception_and_the_hidden_exit_code() -> None:
     driver = gang()
     for _ in range(2):  # while the group runs, and after its end
-        findings = diagnose(case_of(driver.group(), 0, {"t1": STACK}, driver.events))
+        findings = diagnose(group_outcome_of(driver.group(), 0, {"t1": STACK}, driver.events))
         assert [one.key for one in findings] == ["exception", "exit-code-hidden"]
         assert "t1 on n2" in findings[0].found
         assert "although its ranks failed (ValueError: no address)" in findings[1].found

@@ -34,7 +34,7 @@ def _reported_view(number: int, *, configured: int | None, gpus: int, machine: s
     """The view of a node after its first report."""
     one = replace(node(f"n{number}"), gpus=configured)
     return update_node_view(
-        NodeView(node=one, gpus=one.gpus), NodeUp(at=0.0, pool="lab", node=one.name, gpus=gpus, machine=machine)
+        NodeView(node=one, gpus=one.gpus), NodeUp(at=0.0, pool="lab", node=one.name, gpus=gpus, lease_directory_id=machine)
     )
 
 

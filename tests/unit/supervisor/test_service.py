@@ -48,7 +48,7 @@ def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, m
     directory = StateDirectory(tmp_path).ensure()
     answers = [False]
 
-    def has_notices(_: Store) -> bool:
+    def has_notifications(_: Store) -> bool:
         if answers:
             return answers.pop()
         raise StateError("the disk is full")
@@ -56,7 +56,7 @@ def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, m
     with Store(directory.store) as store:
         submit(store, workflow([running_group()]))
         store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
-    monkeypatch.setattr(Store, "has_notices", has_notices)
+    monkeypatch.setattr(Store, "has_notifications", has_notifications)
     read_end, write_end = os.pipe()
     lock = SupervisorLock(directory)
     assert lock.take()

@@ -163,7 +163,7 @@ def log_in(keys: int, answers: list[Any]) -> None:
         (2, [NO_KEYS, NO_KEYS, 0], "does not accept keys", ["the host accepts only password, which distflow never uses"]),
         (1, [["password"], NO_KEYS, 0], "accepted a key, but requires more", ["after that, the host accepts only password,"]),
         (1, [["publickey"], ONLY_KEYS, 0], "accepted a key, but requires more", ["key 0: accepted"]),
-        (3, [paramiko.SSHException("unsigned")], "before other keys were tried", ["key 0 cannot be used", "IdentitiesOnly"]),
+        (3, [paramiko.SSHException("unsigned")], "the other keys were not tried", ["key 0 cannot be used", "IdentitiesOnly"]),
         (
             2,
             [paramiko.SSHException("unsigned")] * 2,

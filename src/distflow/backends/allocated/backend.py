@@ -89,7 +89,7 @@ _ENDING_S = 10.0
 """Seconds in which an engine may still list an allocation as granted while it ends the processes with ``SIGTERM``."""
 _RECOVERY_S = 20.0
 """Seconds for reading recorded ends of attempts on the login node after the end of their allocation."""
-_GUESSED = (
+_POSSIBLY_CAUSED_BY_ENGINE = (
     EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED, EndReason.STOPPED,
 )  # fmt: skip
 """A node's explanations of an end that the engine may have caused, because engines end processes with signals."""
@@ -106,8 +106,8 @@ def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Alloc
     return AllocatedBackend(pool, open_engine(pool), blobs=blobs, sink=sink, logs=logs)
 
 
-class _Held(Struct, kw_only=True):
-    """An allocation that was requested, and its known state."""
+class _AllocationRecord(Struct, kw_only=True):
+    """An allocation that a gang needs, requested or not yet, and its known state."""
 
     allocation: Allocation
     request: LeaseRequest | None = None
@@ -153,7 +153,7 @@ class AllocatedBackend:
         self._machines = MachinesBackend(pool, blobs=blobs, sink=self._observe, logs=logs, open_transport=self._transport)
         self._changed = threading.Condition()
         """Guards everything below, and wakes the thread that uses the engine."""
-        self._held: dict[Allocation, _Held] = {}
+        self._records: dict[Allocation, _AllocationRecord] = {}
         self._unwanted: dict[str, int | None] = {}
         """Id of an allocation to release → exit code of its gang; ``None`` if the gang did not end by itself."""
         self._is_releasing = False
@@ -180,10 +180,10 @@ class AllocatedBackend:
         """Observe attempts on allocated nodes, such as those that an earlier process started."""
         with self._changed:
             for key in keys:
-                held = self._held.setdefault(_allocation_of(key), _Held(allocation=_allocation_of(key)))
-                _, held.id = host_of(key.node)
-                held.nodes = {**held.nodes, key.task: key.node}
-                held.attempts.setdefault(key, False)
+                record = self._records.setdefault(_allocation_of(key), _AllocationRecord(allocation=_allocation_of(key)))
+                _, record.id = host_of(key.node)
+                record.nodes = {**record.nodes, key.task: key.node}
+                record.attempts.setdefault(key, False)
             self._pace.hurry()
             self._changed.notify()
         self._machines.connect([self._pool.node(key.node) for key in keys])
@@ -193,9 +193,9 @@ class AllocatedBackend:
         """Request an allocation, then lease its nodes."""
         allocation = Allocation(workflow=request.workflow, group=request.group, attempt=request.attempt)
         with self._changed:
-            held = self._held.setdefault(allocation, _Held(allocation=allocation))
-            held.request, held.is_leasing, held.last_message = request, False, ""
-            self._lease_if_connected(held)  # the allocation has nodes already if they refused an earlier lease
+            record = self._records.setdefault(allocation, _AllocationRecord(allocation=allocation))
+            record.request, record.is_leasing, record.last_message = request, False, ""
+            self._lease_if_connected(record)  # the allocation has nodes already if they refused an earlier lease
             self._pace.hurry()
             self._changed.notify()
 
@@ -210,14 +210,14 @@ class AllocatedBackend:
         codes = {_allocation_of(key): code for key, code in exit_codes.items()}
         with self._changed:
             self._kept = kept
-            for allocation in [one for one in self._held if one not in kept]:
-                held = self._held.pop(allocation)
-                if held.id:
-                    has_run = held.request is None and held.over is None
-                    self._unwanted[held.id] = codes.get(allocation) if has_run else None
-                elif held.failures:
+            for allocation in [one for one in self._records if one not in kept]:
+                record = self._records.pop(allocation)
+                if record.id:
+                    has_run = record.request is None and record.over is None
+                    self._unwanted[record.id] = codes.get(allocation) if has_run else None
+                elif record.failures:
                     self._find_leftovers([allocation.workflow])  # the answer to a request may have been lost
-                self._drop(held)
+                self._drop(record)
             if ended is not None:
                 self._find_leftovers(ended)
             self._changed.notify()
@@ -241,9 +241,9 @@ class AllocatedBackend:
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Stop an attempt."""
         with self._changed:
-            held = self._held.get(_allocation_of(key))
-            if held is not None:
-                held.stopped.add(key)
+            record = self._records.get(_allocation_of(key))
+            if record is not None:
+                record.stopped.add(key)
         self._command(key, partial(self._machines.stop, key, grace_s=grace_s, why=why))
 
     def release(self, key: AttemptKey) -> None:
@@ -299,50 +299,54 @@ class AllocatedBackend:
                 self._node_down(report)
             elif isinstance(report, Leased | LeaseRefused):
                 self._lease_answered(report)
-            elif isinstance(report, Ended | Absent | LogComplete) and (held := self._of_node(report.key.node)) and held.over:
-                self._recovered(held, report)
+            elif (
+                isinstance(report, Ended | Absent | LogComplete) and (record := self._of_node(report.key.node)) and record.over
+            ):
+                self._recovered(record, report)
             elif isinstance(report, Ended):
                 self._attempt_ended(report)
-            elif isinstance(report, LogComplete) and (held := self._of_node(report.key.node)) and report.key in held.doubtful:
-                held.logged.add(report.key)
+            elif (
+                isinstance(report, LogComplete) and (record := self._of_node(report.key.node)) and report.key in record.doubtful
+            ):
+                record.logged.add(report.key)
             else:
                 self._sink(report)
 
     def _node_down(self, report: NodeDown) -> None:
         self._up.discard(report.node)
-        held = self._of_node(report.node)
-        if held is None or held.over is not None:
+        record = self._of_node(report.node)
+        if record is None or record.over is not None:
             return  # its allocation has ended
         self._pace.hurry()
         self._changed.notify()
-        if held.request is None:
+        if record.request is None:
             self._down[report.node] = replace(report, is_engine_away=self._is_engine_away)
             self._sink(self._down[report.node])
         elif report.needs_action:
             host, _ = host_of(report.node)
-            self._refuse(held, {report.node: f"{host}: {report.error}"}, is_final=True)
+            self._refuse(record, {report.node: f"{host}: {report.error}"}, is_final=True)
         else:
-            self._report_waiting(held, f"connecting to {host_of(report.node)[0]}: {report.error}")
+            self._report_waiting(record, f"connecting to {host_of(report.node)[0]}: {report.error}")
 
     def _lease_answered(self, report: Leased | LeaseRefused) -> None:
-        held = self._held.get(Allocation(workflow=report.workflow, group=report.group, attempt=report.attempt))
-        if held is None:
+        record = self._records.get(Allocation(workflow=report.workflow, group=report.group, attempt=report.attempt))
+        if record is None:
             return  # the gang no longer needs it
-        if isinstance(report, Leased) and held.request is not None:
-            held.attempts = {_key(held, task): False for task in held.nodes}
-        held.request, held.is_leasing = None, False
+        if isinstance(report, Leased) and record.request is not None:
+            record.attempts = {_key(record, task): False for task in record.nodes}
+        record.request, record.is_leasing = None, False
         self._sink(report)
 
     def _attempt_ended(self, report: Ended) -> None:
-        held = self._held.get(_allocation_of(report.key))
-        if held is None or held.attempts.get(report.key, True):
+        record = self._records.get(_allocation_of(report.key))
+        if record is None or record.attempts.get(report.key, True):
             self._sink(report)
-        elif report.key not in held.stopped and _may_be_by_engine(report.end):
-            held.doubtful.setdefault(report.key, (time.monotonic(), report))
+        elif report.key not in record.stopped and _may_be_by_engine(report.end):
+            record.doubtful.setdefault(report.key, (time.monotonic(), report))
             self._pace.hurry()
             self._changed.notify()
         else:
-            held.attempts[report.key] = True
+            record.attempts[report.key] = True
             self._sink(report)
 
     # The thread that uses the engine.
@@ -377,9 +381,9 @@ class AllocatedBackend:
                     self._unwanted, self._is_releasing = unwanted | self._unwanted, False
                     if ended is not None:
                         self._find_leftovers(ended)
-                    for held in self._held.values():
-                        self._report_waiting(held, error.message)
-                        self._report_failures(held, until=time.monotonic() - _UNANSWERED_S)
+                    for record in self._records.values():
+                        self._report_waiting(record, error.message)
+                        self._report_failures(record, until=time.monotonic() - _UNANSWERED_S)
             except Exception:  # noqa: BLE001  without this thread, no allocation is requested or released
                 self._is_releasing = False
                 failures += 1
@@ -410,7 +414,7 @@ class AllocatedBackend:
         if ended is not None:
             found = self._engine.allocations()
             with self._changed:
-                known, kept = {held.id for held in self._held.values()}, self._kept
+                known, kept = {record.id for record in self._records.values()}, self._kept
             ours = {*ended, *(one.workflow for one in kept)}
             leftovers = (name for name, one in found.items() if one.workflow in ours and one not in kept and name not in known)
             ids += leftovers
@@ -420,44 +424,44 @@ class AllocatedBackend:
     def _request_due(self) -> None:
         """Request at most ``_REQUESTS_AT_ONCE`` of the allocations that have not been requested."""
         with self._changed:
-            due = [one for one in self._held.values() if one.request and not one.id and one.retry_at <= time.monotonic()]
-        for held in due[:_REQUESTS_AT_ONCE]:
-            request = held.request
+            due = [one for one in self._records.values() if one.request and not one.id and one.retry_at <= time.monotonic()]
+        for record in due[:_REQUESTS_AT_ONCE]:
+            request = record.request
             if request is None:
                 continue
             try:
-                found = self._engine.request(_wanted(held.allocation, request))
+                found = self._engine.request(_wanted(record.allocation, request))
             except RequestRefused as error:
                 with self._changed:
                     message = f"{error.message} ({error.hint})" if error.hint else error.message
-                    self._refuse(held, {"": message}, is_final=True)
+                    self._refuse(record, {"": message}, is_final=True)
                 continue
             except DistflowError as error:
                 with self._changed:
-                    held.failures += 1
-                    held.retry_at = time.monotonic() + _pause_s(held.failures)
-                    self._report_waiting(held, error.message)
-                    if self._held.get(held.allocation) is not held:
-                        self._find_leftovers([held.allocation.workflow])  # the canceled allocation may exist
+                    record.failures += 1
+                    record.retry_at = time.monotonic() + _pause_s(record.failures)
+                    self._report_waiting(record, error.message)
+                    if self._records.get(record.allocation) is not record:
+                        self._find_leftovers([record.allocation.workflow])  # the canceled allocation may exist
                 if isinstance(error, NodeUnreachable):
                     return
                 continue
             notice = self._engine.notice(found)
             with self._changed:
                 if notice:
-                    self._report_waiting(held, notice)
-                held.id = found
-                if self._held.get(held.allocation) is not held:
+                    self._report_waiting(record, notice)
+                record.id = found
+                if self._records.get(record.allocation) is not record:
                     self._unwanted[found] = None  # it was canceled meanwhile
                 self._pace.hurry()
 
     def _poll(self) -> None:
         """Query the states of all allocations, if that is due."""
         with self._changed:
-            for one in list(self._held.values()):
+            for one in list(self._records.values()):
                 if one.over is not None:
                     self._allocation_ended(one, one.over)
-            queried = {one.id: one for one in self._held.values() if one.id and one.over is None}
+            queried = {one.id: one for one in self._records.values() if one.id and one.over is None}
             if not queried or self._due_in_s() > 0:
                 return
             self._pace.begin()
@@ -467,84 +471,85 @@ class AllocatedBackend:
         self._set_engine_away(False)
         with self._changed:
             for name, state in states.items():
-                if self._held.get(queried[name].allocation) is queried[name]:
+                if self._records.get(queried[name].allocation) is queried[name]:
                     self._apply(queried[name], state, began)
 
-    def _apply(self, held: _Held, state: AllocationState, queried_at: float) -> None:
+    def _apply(self, record: _AllocationRecord, state: AllocationState, queried_at: float) -> None:
         if isinstance(state, Queued):
             message = state.why or "waits in the queue"
             if state.starts_at is not None:
                 message += (
                     f"; expected start: {datetime.fromtimestamp(state.starts_at, timezone.utc).astimezone():%Y-%m-%d %H:%M}"
                 )
-            self._report_waiting(held, message)
+            self._report_waiting(record, message)
         elif isinstance(state, Granted):
-            self._granted(held, state, queried_at)
+            self._granted(record, state, queried_at)
         else:
-            self._allocation_ended(held, state)
+            self._allocation_ended(record, state)
 
-    def _granted(self, held: _Held, state: Granted, queried_at: float) -> None:
+    def _granted(self, record: _AllocationRecord, state: Granted, queried_at: float) -> None:
         # The allocation existed at the time of the query, so earlier failures were the tasks' own. But if SIGTERM ended a task,
         # the allocation may have been ending.
-        self._report_failures(held, until=queried_at, terminated_until=queried_at - _ENDING_S)
-        if held.request is None or held.is_leasing:
+        self._report_failures(record, until=queried_at, terminated_until=queried_at - _ENDING_S)
+        if record.request is None or record.is_leasing:
             return
-        if not held.connects_until:
-            held.connects_until = time.monotonic() + self._pool.start_barrier_s
-            held.last_message = ""  # it described the wait for nodes
-            held.nodes = {task: node_name(host, held.id) for task, host in state.hosts.items()}
-            self._machines.connect([self._pool.node(name) for name in held.nodes.values()])
-        if not self._lease_if_connected(held) and time.monotonic() > held.connects_until:
-            away = [name for name in held.nodes.values() if name not in self._up]
+        if not record.connects_until:
+            record.connects_until = time.monotonic() + self._pool.start_barrier_s
+            record.last_message = ""  # it described the wait for nodes
+            record.nodes = {task: node_name(host, record.id) for task, host in state.hosts.items()}
+            self._machines.connect([self._pool.node(name) for name in record.nodes.values()])
+        if not self._lease_if_connected(record) and time.monotonic() > record.connects_until:
+            away = [name for name in record.nodes.values() if name not in self._up]
             why = f"within {seconds_text(self._pool.start_barrier_s)} (`start_barrier`)"
-            why += f": {held.last_message}" if held.last_message else ""
-            self._refuse(held, {name: f"{name} did not answer {why}" for name in away}, is_final=False)
+            why += f": {record.last_message}" if record.last_message else ""
+            self._refuse(record, {name: f"{host_of(name)[0]} did not answer {why}" for name in away}, is_final=False)
 
-    def _allocation_ended(self, held: _Held, state: Over) -> None:
-        if held.request is not None:
-            # An allocation that ended by itself was idle, because this process was suspended or had no connection.
+    def _allocation_ended(self, record: _AllocationRecord, state: Over) -> None:
+        if record.request is not None:
+            # Without a reason, the allocation probably ended after ``idle_release``, because this process was suspended or had
+            # no connection. The gang may then request another allocation.
             is_final = state.is_failure or state.reason not in (None, Reason.PREEMPTED, Reason.NODE_LOST)
             reason = Reason.START_ERROR if state.reason is None else state.reason
-            self._refuse(held, {"": state.message}, is_final=is_final, reason=reason)
+            self._refuse(record, {"": state.message}, is_final=is_final, reason=reason)
             return
-        held.over = state
-        is_lost = not held.recovers_until and not all(held.attempts.values())
+        record.over = state
+        is_lost = not record.recovers_until and not all(record.attempts.values())
         if (state.reason is None or state.tasks_may_have_ended) and is_lost and self._engine.login_transport() is not None:
-            self._recover(held)
-        elif time.monotonic() >= held.recovers_until:
-            self._finish(held, state)
+            self._recover(record)
+        elif time.monotonic() >= record.recovers_until:
+            self._finish(record, state)
 
-    def _recover(self, held: _Held) -> None:
+    def _recover(self, record: _AllocationRecord) -> None:
         """Read unreported ends of attempts on the login node, which has them if it shares ``root``."""
-        held.recovers_until = time.monotonic() + _RECOVERY_S
-        names = tuple(held.nodes.values())
+        record.recovers_until = time.monotonic() + _RECOVERY_S
+        names = tuple(record.nodes.values())
         self._up.difference_update(names)
         self._machines.drop(names)
         self._machines.connect([self._pool.node(name) for name in names])
-        self._machines.watch([key for key, is_reported in held.attempts.items() if not is_reported])
+        self._machines.watch([key for key, is_reported in record.attempts.items() if not is_reported])
 
-    def _recovered(self, held: _Held, report: Ended | Absent | LogComplete) -> None:
+    def _recovered(self, record: _AllocationRecord, report: Ended | Absent | LogComplete) -> None:
         """Handle a report of the agent on the login node.
 
-        An end that the engine may have caused (``_GUESSED`` or ``_was_killed``) is ignored. The agent also reports such an end
-        if it only misses the processes, which ran on another machine.
+        An end that the engine may have caused (``_POSSIBLY_CAUSED_BY_ENGINE`` or ``_was_killed``) is ignored. The agent on the
+        login node also reports such an end if it cannot find the processes of an attempt, which ran on another machine.
         """
         if isinstance(report, Absent | LogComplete):
-            held.recovered.add(report.key)
-        elif EndReason.of(report.end.get("reason", EndReason.EXITED)) not in _GUESSED and not _was_killed(
-            held.over, report.end
+            record.recovered.add(report.key)
+        elif EndReason.of(report.end.get("reason", EndReason.EXITED)) not in _POSSIBLY_CAUSED_BY_ENGINE and not _was_killed(
+            record.over, report.end
         ):
-            held.attempts[report.key] = True
+            record.attempts[report.key] = True
             self._sink(report)
-        if held.over is not None and held.recovered.issuperset(held.attempts):
-            self._finish(held, held.over)
+        if record.over is not None and record.recovered.issuperset(record.attempts):
+            self._finish(record, record.over)
 
-    def _finish(self, held: _Held, state: Over) -> None:
+    def _finish(self, record: _AllocationRecord, state: Over) -> None:
         """Report the unreported ends of attempts of an ended allocation, and forget the allocation."""
-        self._held.pop(held.allocation, None)
+        self._records.pop(record.allocation, None)
         # Attempts on the nodes that caused the end come first, because the first reported failure counts as the cause.
-        for key, is_reported in sorted(held.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
-            _, report = held.doubtful.get(key, (0.0, None))
+        for key, is_reported in sorted(record.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
+            _, report = record.doubtful.get(key, (0.0, None))
             if not is_reported and (report is None or state.reason is not None or _was_killed(state, report.end)):
                 end: dict[str, object] = dict(report.end) if report is not None else {}
                 reason = Reason.NODE_LOST if state.reason is None else state.reason
@@ -553,89 +558,91 @@ class AllocatedBackend:
             if not is_reported and report is not None:
                 self._sink(report)
             self._sink(LogComplete(at=now(), key=key))
-        self._drop(held)
+        self._drop(record)
 
     # Helpers. Their callers hold the lock, except those of `_command` and `_transport`.
 
-    def _lease_if_connected(self, held: _Held | None) -> bool:
+    def _lease_if_connected(self, record: _AllocationRecord | None) -> bool:
         """Send the open lease request to the nodes of an allocation if all are connected. Returns whether it was sent."""
-        if held is None or held.request is None or held.is_leasing or not held.nodes:
+        if record is None or record.request is None or record.is_leasing or not record.nodes:
             return False
-        if not self._up.issuperset(held.nodes.values()):
+        if not self._up.issuperset(record.nodes.values()):
             return False
-        held.is_leasing = True
-        self._machines.lease(replace(held.request, nodes=held.nodes))
+        record.is_leasing = True
+        self._machines.lease(replace(record.request, nodes=record.nodes))
         return True
 
-    def _refuse(self, held: _Held, nodes: Mapping[str, str], *, is_final: bool, reason: Reason = Reason.START_ERROR) -> None:
+    def _refuse(
+        self, record: _AllocationRecord, nodes: Mapping[str, str], *, is_final: bool, reason: Reason = Reason.START_ERROR
+    ) -> None:
         """Answer the lease request with a refusal, and release the allocation. The next request creates another one."""
-        self._held.pop(held.allocation, None)
-        self._unwanted |= {held.id: None} if held.id else {}
-        self._drop(held)
+        self._records.pop(record.allocation, None)
+        self._unwanted |= {record.id: None} if record.id else {}
+        self._drop(record)
         self._sink(
             LeaseRefused(
-                at=now(), workflow=held.allocation.workflow, group=held.allocation.group, attempt=held.allocation.attempt,
+                at=now(), workflow=record.allocation.workflow, group=record.allocation.group, attempt=record.allocation.attempt,
                 nodes=nodes, is_final=is_final, reason=reason,
             )
         )  # fmt: skip
         self._changed.notify()
 
-    def _report_waiting(self, held: _Held, message: str) -> None:
+    def _report_waiting(self, record: _AllocationRecord, message: str) -> None:
         """Report why an open lease request waits, if the reason has changed."""
-        if held.request is None or held.is_leasing or message == held.last_message:
+        if record.request is None or record.is_leasing or message == record.last_message:
             return
-        held.last_message = message
-        one = held.allocation
+        record.last_message = message
+        one = record.allocation
         self._sink(LeaseWaits(at=now(), workflow=one.workflow, group=one.group, attempt=one.attempt, message=message))
 
-    def _drop(self, held: _Held) -> None:
+    def _drop(self, record: _AllocationRecord) -> None:
         """Disconnect from the nodes of an allocation."""
-        nodes = {*(key.node for key in held.attempts), *(self._up.intersection(held.nodes.values()))}
+        nodes = {*(key.node for key in record.attempts), *(self._up.intersection(record.nodes.values()))}
         for name in nodes:
             self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
-        self._up.difference_update(held.nodes.values())
-        for name in held.nodes.values():
+        self._up.difference_update(record.nodes.values())
+        for name in record.nodes.values():
             self._down.pop(name, None)
-        self._machines.drop(tuple(held.nodes.values()))
+        self._machines.drop(tuple(record.nodes.values()))
 
     def _report_old_failures(self) -> None:
-        for held in self._held.values():
-            self._report_failures(held, until=time.monotonic() - _DOUBT_S)
+        for record in self._records.values():
+            self._report_failures(record, until=time.monotonic() - _DOUBT_S)
 
-    def _report_failures(self, held: _Held, *, until: float, terminated_until: float = math.inf) -> None:
+    def _report_failures(self, record: _AllocationRecord, *, until: float, terminated_until: float = math.inf) -> None:
         """Report the failures in ``doubtful`` that were observed until the time ``until``.
 
         Those of tasks that ``SIGTERM`` ended are reported only if they were observed until ``terminated_until``, too.
         """
-        for key, (at, report) in list(held.doubtful.items()):
+        for key, (at, report) in list(record.doubtful.items()):
             if at <= (min(until, terminated_until) if _was_terminated(report.end) else until):
-                del held.doubtful[key]
-                held.attempts[key] = True
+                del record.doubtful[key]
+                record.attempts[key] = True
                 self._sink(report)
-                if key in held.logged:
+                if key in record.logged:
                     self._sink(LogComplete(at=now(), key=key))
 
-    def _of_node(self, name: str) -> _Held | None:
-        return next((one for one in self._held.values() if name in one.nodes.values()), None)
+    def _of_node(self, name: str) -> _AllocationRecord | None:
+        return next((one for one in self._records.values() if name in one.nodes.values()), None)
 
     def _next_in_s(self) -> float:
         """Return the seconds until the next request or query if nothing changes; infinite if none is due."""
-        times = [one.retry_at - time.monotonic() for one in self._held.values() if one.request and not one.id]
-        if any(one.id for one in self._held.values()):
+        times = [one.retry_at - time.monotonic() for one in self._records.values() if one.request and not one.id]
+        if any(one.id for one in self._records.values()):
             times.append(self._due_in_s())
-        if any(one.over is not None for one in self._held.values()):
+        if any(one.over is not None for one in self._records.values()):
             times.append(1.0)
         return min(times, default=math.inf)
 
     def _due_in_s(self) -> float:
         """Return the seconds until the next query."""
-        is_queued = any(one.request is not None for one in self._held.values())
-        most_s = _DOUBTFUL_POLL_S if any(one.doubtful for one in self._held.values()) else math.inf
+        is_queued = any(one.request is not None for one in self._records.values())
+        most_s = _DOUBTFUL_POLL_S if any(one.doubtful for one in self._records.values()) else math.inf
         return self._pace.due_in_s(is_queued, most_s)
 
     def _doubt_ends_in_s(self) -> float:
         """Return the seconds until the oldest failure in ``doubtful`` must be reported; infinite if there is none."""
-        times = [at for one in self._held.values() for at, _ in one.doubtful.values()]
+        times = [at for one in self._records.values() for at, _ in one.doubtful.values()]
         return min(times, default=math.inf) + _DOUBT_S - time.monotonic()
 
     def _find_leftovers(self, workflows: Iterable[str]) -> None:
@@ -657,8 +664,8 @@ class AllocatedBackend:
     def _transport(self, node: Node) -> Transport:
         host, allocation_id = host_of(node.name)
         with self._changed:
-            held = self._of_node(node.name)
-        login = self._engine.login_transport() if held is not None and held.over is not None else None
+            record = self._of_node(node.name)
+        login = self._engine.login_transport() if record is not None and record.over is not None else None
         return self._engine.transport(allocation_id, host) if login is None else login
 
 
@@ -708,9 +715,9 @@ def _allocation_of(key: AttemptKey) -> Allocation:
     return Allocation(workflow=key.workflow, group=key.group, attempt=key.attempt)
 
 
-def _key(held: _Held, task: str) -> AttemptKey:
-    one = held.allocation
-    return AttemptKey(workflow=one.workflow, group=one.group, task=task, attempt=one.attempt, node=held.nodes[task])
+def _key(record: _AllocationRecord, task: str) -> AttemptKey:
+    one = record.allocation
+    return AttemptKey(workflow=one.workflow, group=one.group, task=task, attempt=one.attempt, node=record.nodes[task])
 
 
 def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
@@ -719,7 +726,7 @@ def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
     The caller excludes attempts that distflow has stopped.
     """
     reason = EndReason.of(end.get("reason", EndReason.EXITED))
-    return reason in _GUESSED or (reason is EndReason.EXITED and end.get("exit_code") != 0)
+    return reason in _POSSIBLY_CAUSED_BY_ENGINE or (reason is EndReason.EXITED and end.get("exit_code") != 0)
 
 
 def _was_terminated(end: Mapping[str, Any]) -> bool:
@@ -729,7 +736,7 @@ def _was_terminated(end: Mapping[str, Any]) -> bool:
 
 
 def _was_killed(over: Over | None, end: Mapping[str, Any]) -> bool:
-    """Return whether the engine seems to have killed a task because a resident program failed."""
+    """Return whether the engine seems to have killed a task because distflow's resident program failed on a node."""
     killed = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
     return over is not None and over.is_failure and code_of(end.get("exit_code"), end.get("signal")) in killed
 

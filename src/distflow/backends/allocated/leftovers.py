@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 from distflow.backends.allocated.engine import Allocation, Granted, node_name
 from distflow.backends.allocated.engines import open_engine
-from distflow.backends.machines.cleanup import Leftover, Reaped, Recalled, recall_node
+from distflow.backends.machines.cleanup import Leftover, Reaped, UnknownWorkflows, unknown_workflows_of_node
 from distflow.errors import DistflowError, NodeError
 from distflow.pools.model import Pool
 from distflow.structs import replace
 
-__all__ = ["reap_allocations", "recall_allocations"]
+__all__ = ["reap_allocations", "unknown_workflows_of_allocations"]
 
 _ALLOCATION_TERMS: Mapping[str, str] = MappingProxyType(
     {"slurm": "job", "ray": "placement group", "kubernetes": "pods of ConfigMap"}
@@ -69,7 +69,7 @@ def _without_name(error: DistflowError, pool: str) -> str:
     return error.detail if isinstance(error, NodeError) and error.node == pool else error.message
 
 
-def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
+def unknown_workflows_of_allocations(pool: Pool, *, known: Collection[str]) -> list[UnknownWorkflows]:
     """Query each node in allocations of unknown workflows for its workflows, and return one result for each node.
 
     ``known`` are the uuids of known workflows. Errors are in the results and are not raised.
@@ -79,7 +79,7 @@ def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
             found = {name: one for name, one in engine.allocations().items() if one.workflow not in known}
             states = engine.states(dict.fromkeys(found, ())) if found else {}
     except DistflowError as error:
-        return [Recalled(pool=pool, node=pool.name, error=_without_name(error, pool.name))]
+        return [UnknownWorkflows(pool=pool, node=pool.name, error=_without_name(error, pool.name))]
     nodes = {
         node_name(host, name): found[name]
         for name, state in states.items()
@@ -87,11 +87,11 @@ def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
         for host in state.hosts.values()
     }
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
-        answers = list(workers.map(lambda name: recall_node(pool, pool.node(name), known=known), nodes))
+        answers = list(workers.map(lambda name: unknown_workflows_of_node(pool, pool.node(name), known=known), nodes))
     return [_filter_by_allocation(answer, nodes[answer.node]) for answer in answers]
 
 
-def _filter_by_allocation(answer: Recalled, allocation: Allocation) -> Recalled:
+def _filter_by_allocation(answer: UnknownWorkflows, allocation: Allocation) -> UnknownWorkflows:
     """Remove workflows and attempts of other allocations. Nodes that share ``root`` report them too."""
     prefix, suffix = f"{allocation.workflow}/{allocation.group}/", f"/{allocation.attempt}"
     return replace(

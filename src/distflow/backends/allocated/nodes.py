@@ -79,8 +79,8 @@ class AllocatedNode:
     """A node of an allocation (contract: ``transports.base.Transport``).
 
     Each operation goes to the node while the allocation exists. After its end, operations go to the login node, if the engine
-    has one: it has the node's files if they are on a shared file system. ``hang_up`` and ``close`` close the channels
-    to the node itself; channels to the login node stay open.
+    has one: it has the node's files if they are on a shared file system. ``hang_up`` closes only the channels to the node
+    itself. ``close`` also closes the engine, and with it the channels to the login node, if no other transport uses the engine.
     """
 
     reached_address: str | None = None

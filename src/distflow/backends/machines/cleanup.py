@@ -24,12 +24,12 @@ __all__ = [
     "FoundWorkflow",
     "Leftover",
     "Reaped",
-    "Recalled",
     "Uninstalled",
+    "UnknownWorkflows",
     "clean_node",
     "reap_node",
-    "recall_node",
     "uninstall_node",
+    "unknown_workflows_of_node",
 ]
 
 
@@ -210,7 +210,7 @@ def _container(one: Mapping[str, Any]) -> Leftover:
     )
 
 
-_RECALL_S = 120.0
+_LIST_TIMEOUT_S = 120.0
 _LONGEST = 4096
 _CONTROL = re.compile(r"[\0-\x1f\x7f]")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/(?:0|[1-9][0-9]{0,8})")
@@ -233,13 +233,13 @@ class FoundWorkflow(Struct, frozen=True, kw_only=True):
     """A workflow with files on a node."""
 
     uuid: str
-    copy: str
+    memo: str
     """The newest ``workflow.json``, for ``supervisor.workflow_copies.read_copy``; empty if there is none."""
     attempts: tuple[FoundAttempt, ...]
 
 
-class Recalled(Struct, frozen=True, kw_only=True):
-    """The workflows on one node that the submitter did not know, or why the request failed."""
+class UnknownWorkflows(Struct, frozen=True, kw_only=True):
+    """The workflows on one node that the store does not have, or why the request failed."""
 
     pool: Pool
     node: str
@@ -247,18 +247,18 @@ class Recalled(Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
+def unknown_workflows_of_node(pool: Pool, node: Node, *, known: Collection[str]) -> UnknownWorkflows:
     """Return a node's workflows whose uuids are not ``known``. Errors are in the result, and never raised."""
     try:
         with link_to(pool, node) as link:
-            answer = link.request("recall", known=sorted(known), timeout_s=_RECALL_S)
+            answer = link.request("recall", known=sorted(known), timeout_s=_LIST_TIMEOUT_S)
     except DistflowError as error:
-        return Recalled(pool=pool, node=node.name, error=error.detail)
+        return UnknownWorkflows(pool=pool, node=node.name, error=error.detail)
     try:
         found = tuple(_workflow(one, link.clock) for one in answer["workflows"])
     except (KeyError, TypeError, ValueError) as error:
-        return Recalled(pool=pool, node=node.name, error=f"its answer is malformed: {error}")
-    return Recalled(pool=pool, node=node.name, workflows=found)
+        return UnknownWorkflows(pool=pool, node=node.name, error=f"its answer is malformed: {error}")
+    return UnknownWorkflows(pool=pool, node=node.name, workflows=found)
 
 
 def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
@@ -266,7 +266,7 @@ def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
     if not isinstance(memo, str):
         raise TypeError("`memo` is not a string")
     attempts = tuple(_attempt(attempt, uuid, clock) for attempt in one["attempts"])
-    return FoundWorkflow(uuid=uuid, copy=memo, attempts=attempts)
+    return FoundWorkflow(uuid=uuid, memo=memo, attempts=attempts)
 
 
 def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAttempt:

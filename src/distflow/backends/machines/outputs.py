@@ -32,7 +32,7 @@ __all__ = ["Collector", "Deliverer"]
 
 _TRIES = 5
 """A transfer is given up after this number of consecutive connections without progress, but not before ``patience_s`` seconds
-have elapsed.
+without progress have elapsed.
 
 Only connections that ended while the node's agent was connected count.
 """

@@ -95,7 +95,7 @@ class Session:
             raise self._stream.broken_error()
         size, kind = FRAME.unpack(head)
         if size > LARGEST_FRAME:
-            raise self._malformed(f"a frame of {size} bytes is too long")
+            raise self._malformed(f"a frame of {size} bytes, but the limit is {LARGEST_FRAME} bytes")
         data = self._stream.read(size)
         if len(data) < size:
             raise self._stream.broken_error()

@@ -25,15 +25,15 @@ __all__ = [
     "diagnoses_json",
     "diagnoses_text",
     "end_text",
+    "failures_json",
+    "failures_text",
     "finding_lines",
-    "no_verdict",
+    "no_failure_text",
     "remedies_of",
-    "verdict_json",
-    "verdict_text",
 ]
 
 
-def no_verdict(record: WorkflowRecord, names: Collection[str] = ()) -> str:
+def no_failure_text(record: WorkflowRecord, names: Collection[str] = ()) -> str:
     """Return a message that says why ``why`` and ``diagnose`` found no failure of a workflow, or of its groups ``names``."""
     groups = [group for group in record.groups if not names or group.name in names]
     failed = [group.name for group in record.groups if group.state is State.FAILED and group not in groups]
@@ -62,27 +62,27 @@ def no_verdict(record: WorkflowRecord, names: Collection[str] = ()) -> str:
     return words
 
 
-def verdict_text(record: WorkflowRecord, verdicts: Sequence[GroupFailure], *, paint: Paint, width: int | None) -> str:
+def failures_text(record: WorkflowRecord, failures: Sequence[GroupFailure], *, paint: Paint, width: int | None) -> str:
     """Return the output of ``why``."""
     lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
-    for verdict in verdicts:
-        group = verdict.group
-        number = "" if not group.attempt else f", attempt {verdict.attempt + 1} of {group.attempt + 1}"
-        status = group.status if verdict.is_last else State.RESCHEDULED.value
+    for failure in failures:
+        group = failure.group
+        number = "" if not group.attempt else f", attempt {failure.attempt + 1} of {group.attempt + 1}"
+        status = group.status if failure.is_last else State.RESCHEDULED.value
         lines += ["", f"{paint.strong(f'Group {group.name}')}{number}: {paint.status(status)}"]
-        if verdict.cause is not None:
-            lines.append(paint.bad(f"First cause: {verdict.cause.text}"))
-            lines += [f"  {line}" for line in _facts(verdict.cause)]
+        if failure.cause is not None:
+            lines.append(paint.bad(f"First cause: {failure.cause.text}"))
+            lines += [f"  {line}" for line in _facts(failure.cause)]
         elif group.message:
             lines += [plain(line) for line in group.message.splitlines()]
-        if verdict.moments:
-            lines += ["", *_timeline(verdict, width)]
-        if verdict.clocks:
-            lines += ["", *(f"Clock of {node}: {_clock_words(clock)}" for node, clock in verdict.clocks.items())]
+        if failure.moments:
+            lines += ["", *_timeline(failure, width)]
+        if failure.clocks:
+            lines += ["", *(f"Clock of {node}: {_clock_words(clock)}" for node, clock in failure.clocks.items())]
     return "".join(f"{line}\n" for line in lines)
 
 
-def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words: str) -> dict[str, object]:
+def failures_json(record: WorkflowRecord, failures: Sequence[GroupFailure], words: str) -> dict[str, object]:
     """Return the JSON document of ``why --format-type json``.
 
     If there are no ``groups``, ``message`` has the reason. A group has ``retry_id``, ``first_cause`` as in ``query``, the
@@ -119,7 +119,7 @@ def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words
                     for moment in one.moments
                 ],
             }
-            for one in verdicts
+            for one in failures
         ],
     }
 
@@ -144,25 +144,25 @@ def _facts(cause: Cause) -> Iterator[str]:
         yield from (f"{title if number == 0 else '':<11} | {text}".rstrip() for number, text in enumerate(shown))
 
 
-def _timeline(verdict: GroupFailure, width: int | None) -> list[str]:
+def _timeline(failure: GroupFailure, width: int | None) -> list[str]:
     rows = [
         (
-            _offset(moment.at - _origin(verdict)),
+            _offset(moment.at - _origin(failure)),
             moment.node,
             moment.task,
             plain(moment.text),
             plain(moment.because),
         )
-        for moment in verdict.moments
+        for moment in failure.moments
     ]
     return table(("Time", "Node", "Task", "What", "Because"), rows, width=width).splitlines()
 
 
-def _origin(verdict: GroupFailure) -> float:
-    if verdict.cause is not None:
-        return verdict.cause.at
-    ended = verdict.group.stopping_at or verdict.group.ended_at
-    return ended if ended is not None else verdict.moments[0].at if verdict.moments else 0.0
+def _origin(failure: GroupFailure) -> float:
+    if failure.cause is not None:
+        return failure.cause.at
+    ended = failure.group.stopping_at or failure.group.ended_at
+    return ended if ended is not None else failure.moments[0].at if failure.moments else 0.0
 
 
 def _offset(seconds: float) -> str:

@@ -89,7 +89,10 @@ def problem_summary(problems: Sequence[Problem]) -> str:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Annotate a ``DistflowError`` that ends the block, write it to the summary, and raise it again."""
+    """Annotate a ``DistflowError`` that ends the block, write it to the summary, and raise it again.
+
+    A ``WorkflowEnded`` is only raised again.
+    """
     try:
         yield
     except WorkflowEnded:

@@ -1,4 +1,4 @@
-"""Format metrics, the use of resources, and the training speed with its stragglers. Pure functions."""
+"""Format metrics, the use of resources, and the training speed with its stragglers. The functions are pure."""
 
 from __future__ import annotations
 

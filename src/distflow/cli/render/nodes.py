@@ -13,9 +13,9 @@ from distflow.documents.quantities import bytes_text, count_text
 from distflow.documents.text import plain, ranges
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.checks.checking import Checked
+    from distflow.backends.machines.checks.checking import PoolMeasurements
     from distflow.backends.machines.checks.findings import Finding
-    from distflow.backends.machines.checks.measured import Measured, Pair
+    from distflow.backends.machines.checks.measured import NodeMeasurements, Pair
     from distflow.backends.machines.checks.network import AllReduce, Verdict
     from distflow.client.nodes import Holder, Holders
     from distflow.client.pools import NodeUsage
@@ -37,7 +37,7 @@ __all__ = [
 _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs")
 
 
-def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
+def check_text(checked: PoolMeasurements, verdict: Verdict, paint: Paint) -> str:
     """Return the table of nodes, the findings, the result of the all-reduce and the verdict as text."""
     rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
     parts = [*([table(_HEADER, rows)] if rows else []), *(_finding_text(finding, paint) for finding in verdict.findings)]
@@ -52,7 +52,7 @@ def findings_text(verdict: Verdict, paint: Paint) -> list[str]:
     return [_finding_text(finding, paint) for finding in verdict.findings if finding.grade.value != "note"]
 
 
-def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]:
+def check_json(pool: Pool, checked: PoolMeasurements, verdict: Verdict) -> dict[str, Any]:
     """Return the JSON document of ``pool check --format-type json`` (docs/pool-check.md)."""
     return {
         "pool": pool.name,
@@ -96,7 +96,7 @@ def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
     }
 
 
-def _state(measured: Measured, verdict: Verdict) -> str:
+def _state(measured: NodeMeasurements, verdict: Verdict) -> str:
     """Return the worst grade of the findings about a node, or ``ok`` if there are no errors and warnings."""
     grades = {finding.grade.value for finding in verdict.findings if measured.node.name in finding.nodes}
     return next((grade for grade in ("error", "warning") if grade in grades), "ok")
@@ -108,7 +108,7 @@ def _finding_text(finding: Finding, paint: Paint) -> str:
     return paint.grade(head, finding.grade.value) + colon + rest
 
 
-def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
+def _row(measured: NodeMeasurements, state: str, paint: Paint) -> tuple[str, ...]:
     shown = paint.grade(state, state)
     if measured.error is not None:
         return (measured.node.name, shown, "", "", "", "", "", "")
@@ -128,7 +128,7 @@ def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
     )
 
 
-def _gpus_text(measured: Measured) -> str:
+def _gpus_text(measured: NodeMeasurements) -> str:
     if measured.gpus is None:
         return str(measured.facts.get("gpus") or 0)
     names = [gpu.name for gpu in measured.gpus]
@@ -138,7 +138,7 @@ def _gpus_text(measured: Measured) -> str:
     return " + ".join(f"{count} × {name}" for name, count in counts.items()) + size or "0"
 
 
-def _node_json(measured: Measured, state: str) -> dict[str, Any]:
+def _node_json(measured: NodeMeasurements, state: str) -> dict[str, Any]:
     node, torch, clock = measured.node, measured.torch, measured.clock
     shown: dict[str, Any] = {"name": node.name, "node_name": node.name, "host": node.host, "state": state}
     if measured.error is not None:

@@ -1,4 +1,4 @@
-"""Format the output of ``distflow top``. Pure functions."""
+"""Format the output of ``distflow top``. The functions are pure."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
     A workflow has ``status``, ``pool``, ``user``, ``duration`` in seconds and its unfinished ``tasks`` with ``usage`` as in
     ``query``. A node has ``pool``, ``gpus``, ``tasks`` and ``error``. Each GPU has ``index``, the workflow and task that use
     it, the latest ``values`` (docs/metrics.md), ``state`` (``free``, ``mine``, ``other`` or ``foreign``) and ``used_by``. For
-    GPUs that this user's tasks do not use, ``state`` and ``used_by`` are null if the node did not respond.
+    GPUs that none of this user's tasks in the store uses, ``state`` and ``used_by`` are null if the node did not respond.
     """
     return {
         **times(time=now),

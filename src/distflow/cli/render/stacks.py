@@ -1,4 +1,4 @@
-"""Format the stacks and collectives of many processes, and name the processes and ranks that differ. Pure functions."""
+"""Format the stacks and collectives of many processes, and name the processes and ranks that differ. The functions are pure."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def collective_lines(tasks: Sequence[TaskStacks], paint: Paint) -> Iterator[str]
     for (_, name, ranks), reports in waiting.items():
         yield paint.strong(plain(f"process group {name}, {_ranks(ranks)}"))
         yield from _positions(ranks, reports)
-        yield from _verdict(reports)
+        yield from _awaited_ranks(reports)
         yield ""
     if groups and not waiting:
         yield from ("No rank waits in a collective.", "")
@@ -229,7 +229,7 @@ def _positions(ranks: Sequence[int], reports: Sequence[_RankReport]) -> Iterator
         yield f"    unknown: {_ranks(silent)}"
 
 
-def _verdict(reports: Sequence[_RankReport]) -> Iterator[str]:
+def _awaited_ranks(reports: Sequence[_RankReport]) -> Iterator[str]:
     """Yield a line about the ranks that have not entered the earliest collective in which a rank waits.
 
     If all ranks have entered it, but with different operations, yield a line about these operations.

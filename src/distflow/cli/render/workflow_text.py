@@ -1,4 +1,4 @@
-"""Format workflows and unreachable nodes as text. Pure functions."""
+"""Format workflows and unreachable nodes as text. The functions are pure."""
 
 from __future__ import annotations
 

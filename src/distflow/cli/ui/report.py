@@ -47,7 +47,7 @@ def report(
         typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default: ID.html.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a page about a workflow to one HTML file.
+    """Write a report on a workflow to one HTML file.
 
     The file has the page that `distflow ui` shows: the first cause, timeline, logs, metrics and events. It needs no network, so
     you can attach it to an issue or a CI run. The middle of a long log is left out, and if it has more than 1 million

@@ -42,7 +42,7 @@ class _Workflow(LazyGroup):
                 ),
             },
             "Files": {
-                "report": ("distflow.cli.ui.report:app", "Write a page about a workflow to one HTML file."),
+                "report": ("distflow.cli.ui.report:app", "Write a report on a workflow to one HTML file."),
                 "outputs": ("distflow.cli.workflow.outputs:outputs_app", "List the output files of tasks on their nodes."),
                 "fetch": ("distflow.cli.workflow.outputs:fetch_app", "Copy the output files of tasks to this machine."),
                 "rsync": ("distflow.cli.workflow.rsync:app", "Copy files to and from a running task."),

@@ -47,8 +47,8 @@ def outputs(
 ) -> None:
     """List the output files of a workflow on its nodes.
 
-    Tasks write them to {{output}}. They stay on the nodes after the end, until `distflow node clean` removes them. Files in a
-    pod of Kubernetes are lost when the pod ends.
+    Tasks write them to {{output}}. They stay on the nodes after the workflow has ended, until `distflow node clean` removes
+    them. Files in a pod of Kubernetes are lost when the pod ends.
     """
     with open_workflow(workflow) as (client, record):
         found = list_output_files(client, record, tasks=task or (), place="work" if workdir else "output", attempt=attempt)

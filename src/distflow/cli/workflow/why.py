@@ -12,7 +12,14 @@ import typer
 from distflow.cli.completion import complete_group
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import AttemptOption, Format, FormatOption, TasksOption, command_app
-from distflow.cli.render.failures import diagnoses_json, diagnoses_text, finding_lines, no_verdict, verdict_json, verdict_text
+from distflow.cli.render.failures import (
+    diagnoses_json,
+    diagnoses_text,
+    failures_json,
+    failures_text,
+    finding_lines,
+    no_failure_text,
+)
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.client.client import Client
@@ -46,12 +53,12 @@ def why(
         if format_type is Format.JSON:
             print(json.dumps(why_document(client, record, groups=group or (), attempt=attempt), indent=2))
             return
-        verdicts = explain_failures(client, record, groups=group or (), attempt=attempt)
-        if not verdicts:
-            print(no_verdict(record, group or ()))
+        failures = explain_failures(client, record, groups=group or (), attempt=attempt)
+        if not failures:
+            print(no_failure_text(record, group or ()))
             _print_findings(diagnose_groups(client, record, groups=group or (), attempt=attempt, with_findings=True))
         else:
-            print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
+            print(failures_text(record, failures, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
             _print_diagnosis(client, record, group or (), attempt)
 
 
@@ -59,8 +66,8 @@ def why_document(
     client: Client, record: WorkflowRecord, *, groups: Sequence[str] = (), attempt: int | None = None
 ) -> dict[str, object]:
     """Return the JSON document of ``why``."""
-    verdicts = explain_failures(client, record, groups=groups, attempt=attempt)
-    return verdict_json(record, verdicts, "" if verdicts else no_verdict(record, groups))
+    failures = explain_failures(client, record, groups=groups, attempt=attempt)
+    return failures_json(record, failures, "" if failures else no_failure_text(record, groups))
 
 
 def _print_diagnosis(client: Client, record: WorkflowRecord, groups: Sequence[str], attempt: int | None) -> None:
@@ -105,7 +112,7 @@ def diagnose(
             return
         examined = diagnose_groups(client, record, tasks=names, attempt=attempt, with_findings=True)
         if not any(one.is_failure for one in examined):
-            print(no_verdict(record, _groups_of(record, names)))
+            print(no_failure_text(record, _groups_of(record, names)))
         if examined:
             print(diagnoses_text(record, examined, Paint.of(sys.stdout)), end="")
 
@@ -115,7 +122,7 @@ def diagnose_document(
 ) -> dict[str, object]:
     """Return the JSON document of ``diagnose``."""
     examined = diagnose_groups(client, record, tasks=tasks, attempt=attempt, with_findings=True)
-    return diagnoses_json(record, examined, "" if examined else no_verdict(record, _groups_of(record, tasks)))
+    return diagnoses_json(record, examined, "" if examined else no_failure_text(record, _groups_of(record, tasks)))
 
 
 def _groups_of(record: WorkflowRecord, tasks: Collection[str]) -> list[str]:

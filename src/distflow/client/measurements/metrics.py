@@ -76,7 +76,8 @@ def find_metrics(
         attempt: Return only metrics of this attempt, counted from 0. Default: all attempts.
 
     Raises:
-        NotFound: if nothing is found, and the tasks printed metrics, but not all of ``keys``.
+        NotFound: if no metric matches, and a name in ``keys`` is not among the metrics that the tasks printed. Tasks that
+            printed no metrics are not an error.
 
     """
     found = MetricSeries(client, record, tasks, rank=rank, keys=keys, attempt=attempt)

@@ -31,14 +31,14 @@ _LINE_LENGTH = 500
 _TRACEBACK_LENGTH = 8000
 
 
-def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_id: str, subject: str = "") -> Message:
+def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notification_id: str, subject: str = "") -> Message:
     """Return the message about a workflow.
 
     Args:
         client: The client whose store has the workflow.
         record: The workflow as it is now.
         trigger: The event that the message reports.
-        notice_id: An id that is the same for each try to send the message.
+        notification_id: An id that is the same for each try to send the message.
         subject: For ``waiting``, ``<group>/<attempt>``. Empty for all other triggers.
 
     Raises:
@@ -54,7 +54,7 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
     return _with_text(
         {
             "version": VERSION,
-            "id": notice_id,
+            "id": notification_id,
             "test": False,
             "on": trigger.value,
             "summary": _summary(record, trigger, group, cause),

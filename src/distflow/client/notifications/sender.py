@@ -29,10 +29,10 @@ from distflow.documents.quantities import seconds_text
 from distflow.errors import DistflowError, NotifyError
 from distflow.state.directory import StateDirectory, try_lock
 from distflow.state.event_details import EventDetails, NotificationFailed, NotificationSent
-from distflow.state.notices import Notice
+from distflow.state.notification import Notification
 from distflow.state.record import EventRecord
 
-__all__ = ["main", "send_notices"]
+__all__ = ["main", "send_notifications"]
 
 _PAUSES_S = (2.0, 10.0, 30.0, 120.0)
 """Seconds between the tries of one notification."""
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
                 if not try_lock(handle):
                     return 0
                 with _open_client(directory) as client:
-                    send_notices(client)
+                    send_notifications(client)
             finally:
                 os.close(handle)
     except DistflowError as error:
@@ -75,10 +75,10 @@ def _open_client(directory: StateDirectory) -> Client:
 
 def _is_any_due(directory: StateDirectory) -> bool:
     with _open_client(directory) as client:
-        return client.store.has_notices()
+        return client.store.has_notifications()
 
 
-def send_notices(client: Client, pauses_s: Sequence[float] = _PAUSES_S) -> None:
+def send_notifications(client: Client, pauses_s: Sequence[float] = _PAUSES_S) -> None:
     """Send all notifications that are due, and those that become due meanwhile.
 
     Args:
@@ -103,8 +103,8 @@ def _destination(target: NotifyTarget) -> _Destination:
 class _Delivery:
     """The delivery of one notification."""
 
-    def __init__(self, notice: Notice, target: NotifyTarget, message: Message, url: str) -> None:
-        self.notice = notice
+    def __init__(self, notification: Notification, target: NotifyTarget, message: Message, url: str) -> None:
+        self.notification = notification
         self.target = target
         self.message = message
         self.url = url
@@ -135,32 +135,35 @@ class _Sender:
 
     def _begin_deliveries(self) -> None:
         """Begin to deliver the oldest notification of each destination, so that `started` arrives before `completed`."""
-        for notice in self._client.store.notices():
-            label = f"target {notice.target + 1}"
+        for notification in self._client.store.notifications():
+            label = f"target {notification.target + 1}"
             try:
-                target = self._target(notice)
+                target = self._target(notification)
                 label = target.label
                 destination = _destination(target)
                 if destination in self._deliveries:
                     continue
                 url = url_of(self._client, target)
-                record = self._client.store.find(notice.workflow)
-                message = compose(self._client, record, notice.on, notice_id=notice.id, subject=notice.subject)
+                record = self._client.store.find(notification.workflow)
+                message = compose(
+                    self._client, record, notification.on, notification_id=notification.id, subject=notification.subject
+                )
             except DistflowError as error:
-                self._record(notice, label, error.message)
+                self._record(notification, label, error.message)
             except Exception as error:  # noqa: BLE001  a bug must not keep this notification, and all later ones, pending
-                self._record(notice, label, f"a bug in distflow: {type(error).__name__}")
+                self._record(notification, label, f"a bug in distflow: {type(error).__name__}")
             else:
-                # Count the delivery before it begins. Otherwise, a full disk could make the same notification arrive forever.
-                if self._client.store.count_delivery(notice) > _MOST_DELIVERIES:
-                    self._record(notice, label, f"given up: its delivery was interrupted {_MOST_DELIVERIES} times")
+                # Count the delivery before it begins. Otherwise, with a full disk, the same notification could be sent again
+                # and again.
+                if self._client.store.count_delivery(notification) > _MOST_DELIVERIES:
+                    self._record(notification, label, f"given up: its delivery was interrupted {_MOST_DELIVERIES} times")
                 else:
-                    self._deliveries[destination] = _Delivery(notice, target, message, url)
+                    self._deliveries[destination] = _Delivery(notification, target, message, url)
 
-    def _target(self, notice: Notice) -> NotifyTarget:
-        if notice.workflow not in self._targets:
-            self._targets[notice.workflow] = self._client.store.notify_targets(notice.workflow)
-        return self._targets[notice.workflow][notice.target]
+    def _target(self, notification: Notification) -> NotifyTarget:
+        if notification.workflow not in self._targets:
+            self._targets[notification.workflow] = self._client.store.notify_targets(notification.workflow)
+        return self._targets[notification.workflow][notification.target]
 
     def _start_tries(self) -> None:
         running = sum(one.give_up_at is not None for one in self._deliveries.values())
@@ -204,16 +207,16 @@ class _Sender:
                 continue
             del self._deliveries[destination]
             tries = f" ({delivery.tries} tries)" if delivery.tries > 1 else ""
-            self._record(delivery.notice, delivery.target.label, error.message + tries if error is not None else "")
+            self._record(delivery.notification, delivery.target.label, error.message + tries if error is not None else "")
 
-    def _record(self, notice: Notice, label: str, error: str) -> None:
+    def _record(self, notification: Notification, label: str, error: str) -> None:
         details: EventDetails = (
-            NotificationFailed(on=notice.on.value, target=label, error=error)
+            NotificationFailed(on=notification.on.value, target=label, error=error)
             if error
-            else NotificationSent(on=notice.on.value, target=label)
+            else NotificationSent(on=notification.on.value, target=label)
         )
-        event = EventRecord(at=now(), details=details, workflow=notice.workflow)
-        self._client.store.finish_notice(notice, event)
+        event = EventRecord(at=now(), details=details, workflow=notification.workflow)
+        self._client.store.finish_notification(notification, event)
         _log(event.text)
 
 

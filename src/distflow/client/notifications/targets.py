@@ -77,7 +77,8 @@ def target_problems(
         client: The client whose credentials the entries may use.
         targets: The entries.
         is_tolerant: Whether missing credentials are only warnings if this machine has no credentials, such as a CI machine.
-        is_quick: Whether to skip the import of Apprise, which takes more than a second, if its sources contain the scheme.
+        is_quick: Whether to accept a URL without importing Apprise, which takes more than a second, if the source of a
+            plugin of Apprise declares the URL's scheme.
 
     Raises:
         StateError: if ``is_tolerant`` is set and the credentials cannot be read.
@@ -99,7 +100,7 @@ def target_problems(
 
 
 def _program_path(program: str) -> str:
-    """Return a name for the search in PATH, or a path. Relative paths begin in the home directory, as in ``deliver``."""
+    """Return a name for the search in PATH, or a path. Relative paths begin in the home directory, where commands run."""
     expanded = os.path.expanduser(program)
     return os.path.join(Path.home(), expanded) if os.sep in expanded else expanded
 

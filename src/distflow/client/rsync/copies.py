@@ -246,7 +246,8 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
 
     Args:
         client: The client whose state directory has the records of the copies.
-        workflow: Stop only copies to the workflow with this id, uuid or name, or ``-`` for the latest one. Default: all copies.
+        workflow: Stop only copies to this workflow: its id, uuid or name (for the latest workflow of this name), or ``-`` for
+            the latest workflow. Default: all copies.
         task: Stop only copies to tasks of this name. Default: all tasks.
 
     Returns:
@@ -258,13 +259,14 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
     """
     syncs = syncs_of(client)
     running = [one for one in syncs.list() if syncs.is_running(one)]
-    wanted = workflow
+    wanted = shown = workflow
     if workflow is not None and all(workflow not in (one.workflow_id, one.workflow) for one in running):
         with contextlib.suppress(NotFound):  # copies of a workflow that the store no longer has can be stopped, too
-            wanted = client.store.find(workflow).uuid
+            record = client.store.find(workflow)
+            wanted, shown = record.uuid, record.id
     chosen = [one for one in running if wanted in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
     if not chosen and (workflow is not None or task is not None):
-        what = " of ".join(word for word in (task, workflow) if word is not None)
+        what = " of ".join(word for word in (task, shown) if word is not None)
         raise NotFound(
             f"no background copy to {what} is running", hint="`distflow workflow rsync status` lists all background copies"
         )

@@ -64,7 +64,7 @@ def _add_status(path: str, found: dict[str, tuple[int, int, int]]) -> None:
 
 
 class CopySchedule:
-    """Decides when to copy: at first, after changes have settled, and at regular intervals. Times are in seconds."""
+    """Decides when to copy: once at the start, after changes have settled, and at regular intervals. Times are in seconds."""
 
     def __init__(self, debounce_s: float, reconcile_s: float) -> None:
         """Start without a snapshot and without a copy.
@@ -178,7 +178,7 @@ class Daemon:
         self._syncs.write(self._sync)
 
     def _look_up(self) -> tuple[GroupRecord, TaskRecord | None]:
-        """Return the group and the task, or ``None`` for the task if the current attempt runs without it."""
+        """Return the group and the task; ``None`` for the task if the current attempt of an elastic group runs without it."""
         with Store(self._directory.store) as store:
             record = store.find(self._sync.workflow)
         name = self._sync.task

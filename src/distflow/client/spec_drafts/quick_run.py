@@ -72,7 +72,8 @@ def draft_run(
     origin = "the command" if sbatch is None else str(sbatch)
     if draft.nodes is not None and count != draft.nodes:
         message = f"{origin} requests {count_text(draft.nodes, 'node')}, but --nodes is {count}"
-        raise InputError(message, hint="remove one of them" if sbatch is None else f"omit --nodes, or change {sbatch}")
+        change = "`--nnodes` in the command" if sbatch is None else sbatch
+        raise InputError(message, hint=f"omit --nodes, or change {change}")
     if hosts is not None and count > len(hosts):
         source = "--nodes" if nodes else origin
         machines = count_text(len(hosts), "machine")

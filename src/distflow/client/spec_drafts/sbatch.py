@@ -135,8 +135,8 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
     _read_body(script)
     if script.launch is None:
         hint = (
-            "distflow looks for srun, torchrun, accelerate, deepspeed, mpirun, python and script files; use `distflow init "
-            "--command` instead"
+            "distflow looks for a command that begins with srun, torchrun, accelerate, deepspeed, mpirun, mpiexec, horovodrun, "
+            "python or the path of a `.py` or `.sh` file, or for `bash FILE`; use `distflow init --command` instead"
         )
         raise InputError("no training command was found in the script", hint=hint)
     draft = draft_command(script.launch, folder=folder, must_exist=must_exist)
@@ -331,6 +331,7 @@ def _read_body(script: _Script) -> None:
 
 def _read_commands(script: _Script, commands: Sequence[ShellCommand], variables: dict[str, str | None]) -> None:
     exported = {name for line in re.findall(r"\bexport\s+(.*)", script.text) for name in re.findall(r"([A-Za-z_]\w*)=", line)}
+    launch = next(filter(_is_launch, commands), None) or next(filter(_runs_script, commands), None)
     for command in commands:
         for written, word in command.assignments:
             name, value = word.value_of(written, variables)
@@ -338,7 +339,7 @@ def _read_commands(script: _Script, commands: Sequence[ShellCommand], variables:
             if (name in exported or command.words) and name not in _SET_BY_DISTFLOW and not _is_from_export(script, name):
                 _export(script, name, value, word)
         if command.words:
-            _read_command(script, command, variables)
+            _read_command(script, command, variables, is_launch=command is launch)
 
 
 def _export(script: _Script, name: str, value: str | None, word: Word) -> None:
@@ -369,11 +370,11 @@ def _slurm_variables(options: Mapping[str, str]) -> dict[str, str | None]:
     }  # fmt: skip
 
 
-def _read_command(script: _Script, command: ShellCommand, variables: dict[str, str | None]) -> None:
+def _read_command(script: _Script, command: ShellCommand, variables: dict[str, str | None], *, is_launch: bool) -> None:
     program, raw = command.program, " ".join(word.raw for word in command.words)
     if program in _SETUP:
         script.setup.append(raw)
-    elif _LAUNCHERS.fullmatch(program) and script.launch is None and not _reads_program(command):
+    elif is_launch and script.launch is None:
         _read_launch(script, _expanded(command, variables), _line_of(script, command.words[0]), variables)
     elif program == "cd" and raw.strip("\"'").endswith("SLURM_SUBMIT_DIR"):
         pass
@@ -381,9 +382,20 @@ def _read_command(script: _Script, command: ShellCommand, variables: dict[str, s
         script.notes.append(f"{_line_of(script, command.words[0])}: `{raw[:100]}`: only one command is translated")
 
 
-def _reads_program(command: ShellCommand) -> bool:
-    """Return whether an interpreter reads its program from standard input (``python - <<END``), so it starts no training."""
-    return len(command.words) > 1 and command.words[1].raw == "-"
+def _is_launch(command: ShellCommand) -> bool:
+    """Return whether a command starts the training, probably.
+
+    An interpreter that reads its program from standard input (``python - <<END``) does not.
+    """
+    reads_program = len(command.words) > 1 and command.words[1].raw == "-"
+    return _LAUNCHERS.fullmatch(command.program) is not None and not reads_program
+
+
+def _runs_script(command: ShellCommand) -> bool:
+    """Return whether a shell runs a script file: ``bash FILE``. It starts the training if no other command does."""
+    options = [word.raw for word in command.words[1:] if word.raw.startswith("-")]
+    has_file = len(command.words) > 1 + len(options) and not any(re.fullmatch(r"-[a-z]*[cs]|-", one) for one in options)
+    return command.program in SHELLS and has_file
 
 
 def _expanded(command: ShellCommand, variables: Mapping[str, str | None]) -> list[str]:

@@ -48,7 +48,8 @@ def smaller_worlds(
         if errors_of(wrong):
             first = errors_of(wrong)[0]
             message = (
-                f"`elastic` allows {group.name} to run with {size} of its {len(world.tasks)} tasks, but that is not possible: "
+                f"`elastic` allows {group.name} to run with {size} of its {len(world.tasks)} tasks that have ranks, but that "
+                "is not possible: "
             )
             hint = "replace values that depend on the number of tasks by tokens such as {{world_size}}, or remove them"
             problems.append(Problem(where=first.where, message=message + first.message, hint=hint))

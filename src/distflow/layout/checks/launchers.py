@@ -61,7 +61,10 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
 
 
 def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
-    """Return the problems with the first task that a launcher or framework cannot start, or else with restarts of ranks."""
+    """Return the problems with the start of a group's ranks.
+
+    They are about a launcher next to a framework, or else the first task that cannot be started, or else restarts of ranks.
+    """
     problems = _launcher_and_framework(group)
     for item in claims:
         starter = _starter(group, item.task)

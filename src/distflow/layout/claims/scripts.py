@@ -15,9 +15,9 @@ from distflow.documents.problems import Mark
 from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands
 from distflow.spec.model import TaskSpec, Text
 
-__all__ = ["COMPUTED", "ScriptLine", "base_name", "lines_of", "nested", "variables_of"]
+__all__ = ["WORLD_VARIABLES", "TaskCommand", "base_name", "commands_of", "nested", "variables_of"]
 
-COMPUTED = MappingProxyType(
+WORLD_VARIABLES = MappingProxyType(
     {
         "MASTER_ADDR": "{{master_addr}}",
         "MASTER_PORT": "{{master_port}}",
@@ -31,10 +31,10 @@ COMPUTED = MappingProxyType(
 """Variables that distflow sets for the tasks of a world, each with the token of the same value."""
 
 
-class ScriptLine(Struct, frozen=True):
-    """A command, the text of the spec that contains it, and whether a shell reads it."""
+class TaskCommand(Struct, frozen=True):
+    """A command of a task, the text of the spec that contains it, and whether a shell reads it."""
 
-    command: ShellCommand
+    parsed: ShellCommand
     text: Text
     """The text that contains the command."""
     base: int
@@ -47,7 +47,7 @@ class ScriptLine(Struct, frozen=True):
         return self.text.mark_at(min(self.base + word.offset, len(self.text.value)))
 
 
-def lines_of(task: TaskSpec) -> Iterator[ScriptLine]:
+def commands_of(task: TaskSpec) -> Iterator[TaskCommand]:
     """Yield the commands of a task: those of its argv, then those of the shell scripts that it mentions."""
     argv = (*task.command, *task.args)
     words = tuple(
@@ -58,9 +58,9 @@ def lines_of(task: TaskSpec) -> Iterator[ScriptLine]:
     mentions = "\n".join(item.value for item in argv)
     if words:
         # Each word of argv may have its own line in the spec.
-        line = ScriptLine(ShellCommand(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
-        yield line
-        yield from nested(line)
+        command = TaskCommand(ShellCommand(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
+        yield command
+        yield from nested(command)
     waiting = [file for file in task.files if _is_shell(file.path.value, file.contents, started)]
     reached = True
     while reached:
@@ -71,22 +71,22 @@ def lines_of(task: TaskSpec) -> Iterator[ScriptLine]:
                 waiting.remove(file)
                 reached = True
                 mentions += "\n" + contents.value
-                for command in read_commands(contents.value):
-                    line = ScriptLine(command, contents, 0, expands=True)
-                    yield line
-                    yield from nested(line)
+                for parsed in read_commands(contents.value):
+                    command = TaskCommand(parsed, contents, 0, expands=True)
+                    yield command
+                    yield from nested(command)
 
 
-def nested(line: ScriptLine) -> Iterator[ScriptLine]:
+def nested(command: TaskCommand) -> Iterator[TaskCommand]:
     """Yield the commands of the script in ``sh -c SCRIPT``."""
-    word = _script_in(line.command.words)
+    word = _script_in(command.parsed.words)
     if word is None:
         return
     text = "".join(part for part in word.parts if isinstance(part, str)) if word.has_variables else word.literal
-    source = word.raw[1:-1] if line.expands and word.has_variables and word.raw[:1] == '"' else text
-    base = line.base + word.offset + (1 if line.expands and word.raw[:1] in "\"'" else 0)
-    for command in read_commands(source):
-        inner = ScriptLine(command, line.text, base, expands=True)
+    source = word.raw[1:-1] if command.expands and word.has_variables and word.raw[:1] == '"' else text
+    base = command.base + word.offset + (1 if command.expands and word.raw[:1] in "\"'" else 0)
+    for parsed in read_commands(source):
+        inner = TaskCommand(parsed, command.text, base, expands=True)
         yield inner
         yield from nested(inner)
 
@@ -96,14 +96,14 @@ def _script_in(words: Sequence[Word]) -> Word | None:
     for index, shell in enumerate(words):
         if base_name(shell.literal) not in SHELLS:
             continue
-        reads, rest = False, iter(words[index + 1 :])
+        has_c_option, rest = False, iter(words[index + 1 :])
         for word in rest:
             if not word.beginning.startswith(("-", "+")):
-                if reads:
+                if has_c_option:
                     return word
                 if word.beginning:
                     break
-            reads = reads or re.fullmatch("-[A-Za-z]*c[A-Za-z]*", word.literal) is not None
+            has_c_option = has_c_option or re.fullmatch("-[A-Za-z]*c[A-Za-z]*", word.literal) is not None
             if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", word.literal):
                 next(rest, None)
     return None
@@ -138,21 +138,22 @@ def _is_shell(path: str, contents: Text | None, started: set[str]) -> bool:
     return name in started or name.rpartition(".")[2] in SHELLS
 
 
-def variables_of(task: TaskSpec, lines: Iterable[ScriptLine]) -> dict[str, str | None]:
+def variables_of(task: TaskSpec, commands: Iterable[TaskCommand]) -> dict[str, str | None]:
     """Return the values of variables that distflow, the environment or scripts set; ``None`` if unknown or ambiguous."""
-    known: dict[str, str | None] = dict(COMPUTED)
+    known: dict[str, str | None] = dict(WORLD_VARIABLES)
     known.update({name: text.value for name, text in task.environment.items()})
-    own = {name for name in COMPUTED if name not in task.environment}
-    for line in lines:
-        for name, word in line.command.assignments if line.expands else ():
+    # The first assignment in a script replaces the value that distflow sets. Another, different one makes it ambiguous.
+    still_default = {name for name in WORLD_VARIABLES if name not in task.environment}
+    for command in commands:
+        for name, word in command.parsed.assignments if command.expands else ():
             name, value = word.value_of(name, known)  # noqa: PLW2901  arrays have a name of their own
             if value is None and name == "MASTER_ADDR":
                 value = word.raw  # $(getent hosts {{host:master}}) still names a task
             before = known.get(name)
-            is_more = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
-            if is_more or name in own or name not in known or known[name] == value:
+            is_append = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
+            if is_append or name in still_default or name not in known or known[name] == value:
                 known[name] = value
-                own.discard(name)
+                still_default.discard(name)
             else:
                 known[name] = None
     return known

@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Struct
 
 from distflow.documents.problems import Mark
-from distflow.layout.claims.scripts import COMPUTED, ScriptLine, base_name, lines_of, nested, variables_of
+from distflow.layout.claims.scripts import WORLD_VARIABLES, TaskCommand, base_name, commands_of, nested, variables_of
 from distflow.layout.claims.shell_commands import TOKEN, ShellCommand, Word
 from distflow.spec.model import ResourceSpec, TaskSpec
 from distflow.spec.tokens import RANK_TOKENS, find_tokens
@@ -146,9 +146,9 @@ class TaskClaims(Struct, frozen=True, kw_only=True):
 
 def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskClaims:
     """Return the claims of ``task``; ``resource`` is the resource that it requests."""
-    lines = tuple(lines_of(task))
-    variables = variables_of(task, lines)
-    found = [item for line in lines for item in _invocations(line, variables)]
+    commands = tuple(commands_of(task))
+    variables = variables_of(task, commands)
+    found = [item for command in commands for item in _invocations(command, variables)]
     counted = [item for item in found if _counts(item)]
     gpus = resource.gpu if resource else None
     return TaskClaims(
@@ -157,9 +157,9 @@ def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskCla
         field=_field(task),
         invocations=tuple(counted),
         others=tuple(item for item in found if item not in counted and item.launcher == "flags"),
-        settings=tuple(_settings(task, lines, variables)),
-        stated_rank=None if counted else _stated_rank(task, lines, variables, gpus),
-        modules=MappingProxyType(dict(reversed(list(_modules(lines))))),
+        settings=tuple(_settings(task, commands, variables)),
+        stated_rank=None if counted else _stated_rank(task, commands, variables, gpus),
+        modules=MappingProxyType(dict(reversed(list(_modules(commands))))),
         tokens=MappingProxyType(_tokens(task)),
     )
 
@@ -182,30 +182,30 @@ def _field(task: TaskSpec) -> Mapping[str, Claim] | None:
 # -- claims of one command --------------------------------------------------------------------------------------------
 
 
-def _invocations(line: ScriptLine, variables: Mapping[str, str | None]) -> Iterator[Invocation]:
-    words = line.command.words
-    if line.expands:
+def _invocations(command: TaskCommand, variables: Mapping[str, str | None]) -> Iterator[Invocation]:
+    words = command.parsed.words
+    if command.expands:
         words = tuple(one for word in words for one in word.divided(variables))
-    if not words or line.command.program in _TEXT_PROGRAMS:
+    if not words or command.parsed.program in _TEXT_PROGRAMS:
         return
     start = _torchrun_at(words)
     if start is None:
-        if _nested_script(line):
+        if _nested_script(command):
             return
-        claims = dict(_flags(line, words, variables, _SCRIPT_KEYS))
-        yield Invocation(launcher="flags", program=_script(words), where=line.place(words[0]), claims=claims)
+        claims = dict(_flags(command, words, variables, _SCRIPT_KEYS))
+        yield Invocation(launcher="flags", program=_script(words), where=command.place(words[0]), claims=claims)
         return
     end = _torchrun_end(words, start)
     if end < len(words):
-        claims = dict(_flags(line, words[start:end], variables, _TORCHRUN_KEYS))
+        claims = dict(_flags(command, words[start:end], variables, _TORCHRUN_KEYS))
         standalone = any(_key(word.literal) == "standalone" for word in words[start:end])
-        where = line.place(words[max(0, start - 1)])
+        where = command.place(words[max(0, start - 1)])
         program = base_name(words[end].literal)
         yield Invocation(launcher="torchrun", program=program, where=where, claims=claims, standalone=standalone)
 
 
-def _nested_script(line: ScriptLine) -> bool:
-    return next(nested(line), None) is not None
+def _nested_script(command: TaskCommand) -> bool:
+    return next(nested(command), None) is not None
 
 
 def _torchrun_at(words: tuple[Word, ...]) -> int | None:
@@ -244,7 +244,7 @@ def _script(words: tuple[Word, ...]) -> str:
 
 
 def _flags(
-    line: ScriptLine, words: tuple[Word, ...], variables: Mapping[str, str | None], keys: tuple[str, ...]
+    command: TaskCommand, words: tuple[Word, ...], variables: Mapping[str, str | None], keys: tuple[str, ...]
 ) -> Iterator[tuple[str, Claim]]:
     for index, word in enumerate(words):
         option, equals, _ = word.beginning.partition("=")
@@ -253,15 +253,15 @@ def _flags(
         if key not in keys:
             continue
         if equals:
-            yield key, _claim(line, word.without(len(option) + 1), key, option + "={}", variables)
+            yield key, _claim(command, word.without(len(option) + 1), key, option + "={}", variables)
         elif index + 1 < len(words):
             value = words[index + 1]
-            yield key, _claim(line, value, key, option + " {}", variables)
+            yield key, _claim(command, value, key, option + " {}", variables)
 
 
-def _claim(line: ScriptLine, word: Word, key: str, form: str, variables: Mapping[str, str | None]) -> Claim:
-    where = line.place(word)
-    value = word.expanded(variables) if line.expands else "".join(str(part) for part in word.parts)
+def _claim(command: TaskCommand, word: Word, key: str, form: str, variables: Mapping[str, str | None]) -> Claim:
+    where = command.place(word)
+    value = word.expanded(variables) if command.expands else "".join(str(part) for part in word.parts)
     if value is None:
         return Claim(key=key, value=word.raw, where=where, form=form, known=Known.RUNTIME)
     token = TOKEN.search(value)
@@ -273,29 +273,29 @@ def _claim(line: ScriptLine, word: Word, key: str, form: str, variables: Mapping
 
 
 def _stated_rank(
-    task: TaskSpec, lines: Iterable[ScriptLine], variables: Mapping[str, str | None], gpus: int | None
+    task: TaskSpec, commands: Iterable[TaskCommand], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     """Return the rank and the world size that a task states by flags or variables; ``None`` unless it states both.
 
     A task without a ``ranks`` field that states a world size of 1 shares no world, so the result is ``None``, too.
     """
-    found = _find_stated_rank(task, lines, variables, gpus)
+    found = _find_stated_rank(task, commands, variables, gpus)
     is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
     return None if is_alone else found
 
 
 def _find_stated_rank(
-    task: TaskSpec, lines: Iterable[ScriptLine], variables: Mapping[str, str | None], gpus: int | None
+    task: TaskSpec, commands: Iterable[TaskCommand], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
         return None  # the launcher, or the program, sets them for its processes
     # With a `ranks` field they repeat its numbers; without one they are the node rank and the number of nodes.
     rank, world_size = ("offset", "world_size") if task.ranks is not None else ("node_rank", "nnodes")
-    for line in lines:
-        words = line.command.words
-        if not words or line.command.program in _TEXT_PROGRAMS or _nested_script(line):
+    for command in commands:
+        words = command.parsed.words
+        if not words or command.parsed.program in _TEXT_PROGRAMS or _nested_script(command):
             continue
-        claimed = dict(_flags(line, words, variables, ("rank", "world_size", "dist_url")))
+        claimed = dict(_flags(command, words, variables, ("rank", "world_size", "dist_url")))
         url = claimed.pop("dist_url", None)
         claims = {{"rank": rank, "world_size": world_size}[key]: claim for key, claim in claimed.items()}
         if len(claims) > 1 and not any((claim.number or 0) < 0 for claim in claims.values()):
@@ -304,11 +304,11 @@ def _find_stated_rank(
                 value = url.value.removeprefix("tcp://")
                 claims["rdzv_endpoint"] = replace(url, key="rdzv_endpoint", value=value, form=form)
             if gpus and any(word.literal == _ONE_RANK_PER_GPU for word in words):
-                where = line.place(words[0])
+                where = command.place(words[0])
                 claims["nproc_per_node"] = Claim(key="nproc_per_node", value="gpu", where=where, form=_ONE_RANK_PER_GPU)
             return _rank_invocation(_script(words), claims)
     names = {"RANK": rank, "WORLD_SIZE": world_size}
-    set_to = {claim.key: claim for claim in _settings(task, lines, variables, names)}
+    set_to = {claim.key: claim for claim in _settings(task, commands, variables, names)}
     return _rank_invocation(task.name, set_to) if len(set_to) == len(names) else None
 
 
@@ -317,11 +317,11 @@ def _rank_invocation(program: str, claims: Mapping[str, Claim]) -> Invocation:
     return Invocation(launcher="rank", program=program, where=min(claim.where for claim in own.values()), claims=own)
 
 
-def _modules(lines: Iterable[ScriptLine]) -> Iterator[tuple[str, Mark]]:
-    for line in lines:
-        for before, word in pairwise(line.command.words):
+def _modules(commands: Iterable[TaskCommand]) -> Iterator[tuple[str, Mark]]:
+    for command in commands:
+        for before, word in pairwise(command.parsed.words):
             if before.literal == "-m" and word.literal:
-                yield word.literal, line.place(word)
+                yield word.literal, command.place(word)
 
 
 # -- settings and tokens --------------------------------------------------------------------------------------------------
@@ -330,23 +330,23 @@ _MASTER = MappingProxyType({"MASTER_ADDR": "master_addr", "MASTER_PORT": "master
 
 
 def _settings(
-    task: TaskSpec, lines: Iterable[ScriptLine], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
+    task: TaskSpec, commands: Iterable[TaskCommand], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
 ) -> Iterator[Claim]:
     """Yield the settings of the variables in ``names``. Settings in scripts replace those in the environment."""
     found: set[str] = set()
-    for line in lines:
-        for name, word in line.command.assignments:
-            if name in names and line.expands:
+    for command in commands:
+        for name, word in command.parsed.assignments:
+            if name in names and command.expands:
                 found.add(name)
                 # In `MASTER_ADDR=$MASTER_ADDR`, the right side is the earlier value, which the spec or distflow sets.
-                own = task.environment[name].value if name in task.environment else COMPUTED.get(name)
-                yield _claim(line, word, names[name], name + "={}", {**variables, name: own})
+                own = task.environment[name].value if name in task.environment else WORLD_VARIABLES.get(name)
+                yield _claim(command, word, names[name], name + "={}", {**variables, name: own})
     for name, key in names.items():
         if name in task.environment and name not in found:
             text = task.environment[name]
             word = Word(raw=text.value, offset=0, parts=(text.value,))
-            line = ScriptLine(ShellCommand(words=(word,)), text, 0, expands=False)
-            yield _claim(line, word, key, name + ": {}", variables)
+            command = TaskCommand(ShellCommand(words=(word,)), text, 0, expands=False)
+            yield _claim(command, word, key, name + ": {}", variables)
 
 
 def _tokens(task: TaskSpec) -> dict[str, Mark]:
@@ -356,5 +356,5 @@ def _tokens(task: TaskSpec) -> dict[str, Mark]:
     for text in texts:
         for token in find_tokens(text.value):
             if token.name in RANK_TOKENS:
-                found.setdefault(token.name, text.mark_at(token.offset))
+                found.setdefault(token.name, text.mark_at(token.position))
     return found

@@ -1,4 +1,4 @@
-"""Read a strategy block into a draft: kind, mesh and options. Pure.
+"""Read a strategy block into a draft: kind, mesh and options. This module does no I/O.
 
 distflow's own form is ``{kind: hybrid, mesh_shape: [[2, 2], [fsdp, tp]], mixed_precision: bf16}``, where each key
 is optional and options stand next to ``kind``. Blocks that were copied from other guides are converted, with a warning that

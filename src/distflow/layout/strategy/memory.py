@@ -1,4 +1,4 @@
-"""Estimate the memory that a rank needs to train a model under several strategies, and choose one. Pure arithmetic.
+"""Estimate the memory that a rank needs to train a model under several strategies, and choose one. The functions are pure.
 
 The estimate is the usual one, and its lines can be checked by hand. Parameters, gradients and optimizer states are counted in
 bytes per parameter. Activations of a layer take 34 s·b·h bytes for s·b tokens and h hidden units, or 2 s·b·h with

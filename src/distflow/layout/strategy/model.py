@@ -1,4 +1,4 @@
-"""How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. Pure; needs no torch.
+"""How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. This module does no I/O and needs no torch.
 
 A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
 ``[[2, 2], ["fsdp", "tp"]]``, tensor parallelism splits each tensor between the ranks 0 and 1, and between 2 and 3. FSDP shards

@@ -189,7 +189,7 @@ class _Agent:
         def gather() -> Json:  # perhaps in a child, whose id is not the agent's
             return {"facts": dict(facts.gather_facts(self._root), machine=lease_directory_id(lease_dir), agent_pid=pid)}
 
-        self._watch(request, answer, gather, is_quick=facts.is_quick())
+        self._watch(request, answer, gather, is_quick=facts.can_gather_in_agent())
 
     def _watch(self, request: Json, answer: _Answer, gather: Callable[[], Json] = dict, *, is_quick: bool = True) -> None:
         watches = [self._watches.get(attempt) for attempt in request.get("watch") or []]
@@ -217,7 +217,7 @@ class _Agent:
                 self._dispatch(dict(request, **gpus))
 
             with_users = not request.get("share_gpus")
-            self._loop.job(lambda: gpu_users.read_gpus(with_users), on_gpus, is_quick=facts.is_quick())
+            self._loop.job(lambda: gpu_users.read_gpus(with_users), on_gpus, is_quick=facts.can_gather_in_agent())
             return
         attempt = request["attempt"]
         # If the lease was released and is requested again at once, its pair may still be exiting.
@@ -290,7 +290,7 @@ class _Agent:
                 attempt_files.write_memo(watch.directory, str(request["memo"]))
             return {}
 
-        self._loop.job(work, on_placed, is_quick=attempt_files.is_quick(launch))
+        self._loop.job(work, on_placed, is_quick=attempt_files.can_place_in_agent(launch))
 
     def _start(self, request: Json, answer: _Answer) -> None:
         watch = self._known_watch(request)

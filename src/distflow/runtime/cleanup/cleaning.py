@@ -1,4 +1,4 @@
-"""The workflows on this node: list them, read the submitter's notes on them, remove them, and remove distflow itself.
+"""The workflows on this node: list them, read the submitter's memos on them, remove them, and remove distflow itself.
 
 A workflow is not removed while one of its attempts is alive.
 """
@@ -77,7 +77,9 @@ def _survey_venvs(root: str) -> List[Json]:
 
 
 def _used_venvs(root: str) -> Optional[Set[str]]:
-    """Return the keys of the environments of living attempts; None if an attempt, such as a starting one, may use any.
+    """Return the keys of the environments of living attempts.
+
+    None if the environment of an attempt is unknown, for example because it is starting: it may use any environment.
 
     The keys are read from the attempts' files and not computed, because this agent may have another interpreter than the tasks.
     """
@@ -103,7 +105,7 @@ def _refuse_used(root: str, key: str) -> None:
 
 
 def remove_venv(root: str, key: str) -> Json:
-    """Remove a Python environment. Raises ``conflict`` while it is built, and while a task uses it or may be about to."""
+    """Remove a Python environment. Raises ``conflict`` while it is being built, and while a task uses it or may be about to."""
     directory = dict(venvs.list_venvs(root)).get(key)
     if directory is None:
         return {"freed_bytes": 0}
@@ -176,7 +178,7 @@ def _remove_all_but_output(directory: str) -> None:
         path = entry.path
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(_REMOVED):
             # Rename it first: a new attempt must not take over files from a directory that is being removed
-            # (see `reusable` in `attempt_files`).
+            # (see `placed_trees.take_over`).
             path = os.path.join(directory, "{}{}-{}".format(_REMOVED, os.getpid(), entry.name))
             with contextlib.suppress(FileNotFoundError):  # another agent has moved it
                 os.rename(entry.path, path)
@@ -231,14 +233,18 @@ _EARLIER = {
     _TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
     "runtime": _DIGEST,
 }
-"""Names of files that an earlier version probably left. They may be the user's, so they are reported and not removed."""
+"""Directory → pattern of the names that an earlier version probably left there.
+
+``_remove_earlier`` first removes the files that distflow certainly created. The others may be the user's, so they are only
+reported.
+"""
 _LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|claims\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
 
 
 def uninstall(root: str, request: Json) -> Json:
     """Remove the files that distflow certainly created. Returns the ``removed`` paths, and the ``left`` paths with the cause.
 
-    Raises ``conflict`` while a task is alive or a Python environment is built.
+    Raises ``conflict`` while a task is alive or a Python environment is being built.
     """
     alive = [
         name
@@ -248,7 +254,9 @@ def uninstall(root: str, request: Json) -> Json:
     ]
     if alive:
         more = " and {} more".format(len(alive) - 5) if len(alive) > 5 else ""
-        raise OpError("conflict", "tasks are running here: {}{}".format(", ".join(alive[:5]), more))
+        where = "this node, or on another node that shares its root directory"
+        names = ", ".join(alive[:5]) + more
+        raise OpError("conflict", "tasks may be running on {}: {}; cancel their workflows first".format(where, names))
     removed: List[str] = []
     left: List[str] = []
     with _no_builds(root):
@@ -398,14 +406,14 @@ def _try(remove: Callable[[str], object], path: str, left: List[str]) -> bool:
 
 
 def list_unknown_workflows(root: str, request: Json) -> Json:
-    """Return all workflows except the ``known`` ones: their attempts, and the newest note that is stored with an attempt."""
+    """Return all workflows except the ``known`` ones: their attempts, and the newest memo that is stored with an attempt."""
     known = set(request.get("known") or [])
     return {"workflows": [_workflow(root, uuid) for uuid in attempts.workflows(root) if uuid not in known]}
 
 
 def _workflow(root: str, uuid: str) -> Json:
     found = []
-    notes: List[Tuple[int, str]] = []
+    memos: List[Tuple[int, str]] = []
     for name, directory in attempts.list_attempts(root, uuid):
         status = attempts.read_status(directory)
         found.append({
@@ -414,14 +422,14 @@ def _workflow(root: str, uuid: str) -> Json:
         })  # fmt: skip
         path = os.path.join(directory, MEMO)
         try:
-            notes.append((os.stat(path).st_mtime_ns, path))
+            memos.append((os.stat(path).st_mtime_ns, path))
         except OSError:
             continue
-    return {"uuid": uuid, "attempts": found, "memo": _newest(notes)}
+    return {"uuid": uuid, "attempts": found, "memo": _newest(memos)}
 
 
-def _newest(notes: List[Tuple[int, str]]) -> str:
-    for _, path in sorted(notes, reverse=True):
+def _newest(memos: List[Tuple[int, str]]) -> str:
+    for _, path in sorted(memos, reverse=True):
         try:
             with open(path, encoding="utf-8") as file:
                 return file.read()

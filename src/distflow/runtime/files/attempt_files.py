@@ -28,8 +28,8 @@ __all__ = [
     "LAUNCH",
     "MEMO",
     "SECRETS_ON_DISK",
+    "can_place_in_agent",
     "checked",
-    "is_quick",
     "memory_folder",
     "place",
     "place_secrets",
@@ -41,7 +41,7 @@ __all__ = [
 
 LAUNCH = "launch.json"
 MEMO = "workflow.json"
-"""A note of the submitter about the attempt. The node does not interpret it."""
+"""A memo of the submitter about the attempt. The node does not interpret it."""
 SECRETS_ON_DISK = "credentials"
 """Directory for files of credentials if they cannot be stored in memory."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
@@ -52,7 +52,7 @@ _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 """Errors of ``copy_file_range`` if the file systems or the kernel do not support it."""
 
 
-def is_quick(launch: Json) -> bool:
+def can_place_in_agent(launch: Json) -> bool:
     """Return whether the files can be placed without a child process: no blobs, no archives and no mounted directories.
 
     A directory to mount may be on a file system that does not respond, which must not block the agent.
@@ -133,7 +133,7 @@ def _write_launch(directory: str, launch: Json) -> None:
 
 
 def write_memo(directory: str, memo: str) -> None:
-    """Store the submitter's note with the attempt."""
+    """Store the submitter's memo with the attempt."""
     _rewrite(os.path.join(directory, MEMO), memo)
 
 
@@ -180,8 +180,9 @@ def _place(root: str, directory: str, file: Json) -> None:
 def _place_tree(root: str, directory: str, file: Json, path: str) -> None:
     """Unpack an archive.
 
-    If it is ``reusable``, unpacked in full and not in the output, take over files of an ended attempt, and record the files for
-    later attempts.
+    The plan makes an archive ``reusable`` if later attempts may take over its unpacked files (see ``placed_trees``). If it is
+    ``reusable``, unpacked in full and not in the output, take over files of an ended attempt, and record the files for later
+    attempts.
     """
     from distflow.runtime.files import placed_trees
     from distflow.runtime.files.unpacking import unpack

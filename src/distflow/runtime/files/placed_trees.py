@@ -24,13 +24,13 @@ __all__ = ["FOLDER", "is_in_output", "record", "take_over"]
 
 FOLDER = "placed"
 """The directory below an attempt's directory with the records of its archives, which are named by the archives' digests."""
-_USERS = ".users"
+_ATTEMPTS_SUFFIX = ".users"
 """The suffix of the file next to a blob that lists the attempts with a record of it."""
 _TAKEN = ".taken"
 _FEW_ENTRIES = 100
 _SMALL_BYTES = 16 << 20
 """Archives with few entries and few bytes are not recorded, because unpacking them again is fast."""
-_MOST_USERS = 64
+_MAX_ATTEMPTS = 64
 _TICK_S = 0.05
 """File times are only as fine as a clock tick. A write that is this much later certainly changes them."""
 _MOST_ENTRIES = 200_000
@@ -50,7 +50,7 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
     """
     if os.path.lexists(top) and (os.path.islink(top) or not os.path.isdir(top) or os.listdir(top)):
         return None  # other files were placed there, or an earlier try was interrupted
-    for directory in _users(root, digest):
+    for directory in _attempts_with_record(root, digest):
         path = os.path.join(directory, FOLDER, digest)
         try:
             relative, states = _read(path)
@@ -96,7 +96,7 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
         with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write("\0".join(map(str, parts)))
         os.rename(path + ".new", path)
-        with open(path_of(root, digest) + _USERS, "a", encoding="utf-8", errors="surrogateescape") as file:
+        with open(path_of(root, digest) + _ATTEMPTS_SUFFIX, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(os.path.relpath(directory, root) + "\n")
     except OSError:
         return  # for example, the disk is full; the task can start without a record
@@ -109,9 +109,9 @@ def _state(info: os.stat_result) -> State:
     return " ".join(map(str, known))
 
 
-def _users(root: str, digest: str) -> List[str]:
+def _attempts_with_record(root: str, digest: str) -> List[str]:
     """Return the directories of attempts that may have a record of the archive, the latest first."""
-    path = path_of(root, digest) + _USERS
+    path = path_of(root, digest) + _ATTEMPTS_SUFFIX
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             lines = file.read().splitlines()
@@ -125,13 +125,13 @@ def _users(root: str, digest: str) -> List[str]:
             continue
         if os.path.exists(os.path.join(directory, FOLDER, digest)) and directory not in found:
             found.append(directory)
-    if len(lines) > _MOST_USERS:
+    if len(lines) > _MAX_ATTEMPTS:
         # The name is unique, because other processes may do the same. If the disk is full, the file remains until it is removed
         # like other old parts of blobs.
         new = "{}.{}.part".format(path, os.getpid())
         with contextlib.suppress(OSError):
             with open(new, "w", encoding="utf-8", errors="surrogateescape") as file:
-                file.write("".join(os.path.relpath(one, root) + "\n" for one in reversed(found[:_MOST_USERS])))
+                file.write("".join(os.path.relpath(one, root) + "\n" for one in reversed(found[:_MAX_ATTEMPTS])))
             os.rename(new, path)
     return found
 
@@ -176,9 +176,8 @@ def is_in_output(directory: str, path: str) -> bool:
 def _is_linked(directory: str, top: str, states: Dict[str, State]) -> bool:
     """Return whether a link in the attempt's ``directory`` leads to ``top``, or to a recorded file or directory in it.
 
-    Also returns true if the directory has too many entries to search.
-
-    The output may contain such links, and is transferred with the contents of the files that they lead to.
+    The output may contain such links. distflow transfers it with the contents of their targets, so these targets must not be
+    moved. Also returns true if the directory has too many entries to search.
     """
     real_top, left, folders = os.path.realpath(top), _MOST_ENTRIES, [directory]
     while folders:

@@ -1,13 +1,14 @@
-"""The private directory of distflow below a node's ``root``, and the markers of directories that distflow created.
+"""The private directory of distflow in a node's configured directory, and the markers of directories that distflow created.
 
-``root`` may be a directory with the user's own data. So distflow keeps its files there in one private directory.
-``bootstrap.STUB`` creates and checks the private directory before it imports modules from it. In every service, ``root`` means
-the private directory. The private directory and each workflow's directory in it contain a marker file. A workflow's directory
-is removed only if it has a marker, or if the records of an attempt prove that distflow created it.
+The configured directory (``root`` in the configuration) may contain the user's own data. So distflow keeps its files there in
+one private directory. ``bootstrap.STUB`` creates and checks the private directory before it imports modules from it. In the
+code of services, the argument ``root`` is the private directory. The private directory and each workflow's directory in it
+contain a marker file. A workflow's directory is removed only if it has a marker, or if the records of an attempt prove that
+distflow created it.
 
-Earlier versions kept workflows and blobs in ``root`` itself. Such workflows are still used if their records prove that distflow
-created them. Their directories are not moved, because running tasks and recorded outputs refer to them. Blobs are moved to the
-private directory when they are needed (``blobs.path_of``).
+Earlier versions kept workflows and blobs directly in the configured directory. Such workflows are still used if their records
+prove that distflow created them. Their directories are not moved, because running tasks and recorded outputs refer to them.
+Blobs are moved to the private directory when they are needed (``blobs.path_of``).
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _SIGNATURE = MARKER_TEXT.split("\n", 1)[0].encode() + b"\n"
 
 
 def earlier_root(root: str) -> Optional[str]:
-    """Return the parent of the private directory ``root``, where earlier versions kept their files, or None."""
+    """Return the configured directory, where earlier versions kept their files; None if ``root`` is not a private directory."""
     return os.path.dirname(root) if os.path.basename(root) == PRIVATE else None
 
 
 def roots(root: str) -> List[str]:
-    """Return the private directory and, after it, the directory that earlier versions used."""
+    """Return the private directory ``root`` and, after it, the configured directory, which earlier versions used."""
     earlier = earlier_root(root)
     return [root] if earlier is None else [root, earlier]
 

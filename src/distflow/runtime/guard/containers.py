@@ -58,12 +58,12 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
     if inspected.returncode == 0:
         return {"program": program, "was_there": True}
     if login is None:
-        pulled = _run([program, "pull", "--quiet", image], env, _PULL_S)
+        pulled = _pull([program, "pull", "--quiet"], image, env)
     else:
         with login_folder(login, env) as folder:
             config = os.path.join(folder, "config.json")
             words = ["--config", folder, "pull"] if _is_docker(program) else ["pull", "--authfile", config]
-            pulled = _run([program, *words, "--quiet", image], env, _PULL_S)
+            pulled = _pull([program, *words, "--quiet"], image, env)
     if pulled.returncode != 0:
         raise OpError("image_pull", "cannot pull the image `{}`: {}".format(image, _last_lines(pulled.stderr)))
     return {"program": program, "was_there": False}
@@ -291,6 +291,18 @@ def _names(launch: Json, env: Dict[str, str]) -> List[str]:
     return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in added if name in env)} - {"PATH"})
 
 
+def _pull(argv: List[str], image: str, env: Dict[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return _run([*argv, image], env, _PULL_S)
+    except OpError as error:
+        raise _slow_pull(argv[0], image) if error.kind == "timeout" else error from None
+
+
+def _slow_pull(program: str, image: str) -> OpError:
+    message = "pulling the image `{}` with `{}` did not finish within {:g} h; check the registry and the node's network"
+    return OpError("timeout", message.format(image, os.path.basename(program), _PULL_S / 3600))
+
+
 def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -336,7 +348,7 @@ def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str
             raise OpError("image_pull", "cannot pull the image `{}`: {}".format(image, _last_lines(pulled.stderr)))
         os.replace(part, path)
     except subprocess.TimeoutExpired:
-        raise OpError("timeout", "pulling the image `{}` took longer than {:g} s".format(image, _PULL_S)) from None
+        raise _slow_pull(program, image) from None
     except OSError as error:
         raise OpError.from_os(error, "cannot pull the image `{}` to `{}`".format(image, path)) from error
     finally:

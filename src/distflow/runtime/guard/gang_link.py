@@ -2,8 +2,9 @@
 
 One keeper, the hub, listens on the training network. The other keepers connect to it, and reconnect when the connection breaks.
 A keeper reports the failure of its task to the hub, and the hub reports it to all other keepers. A broken connection does not
-count as a failure. Each message has a keyed hash (RFC 7693), with which both sides prove that they have the gang's token. The
-hash covers random numbers that both sides chose for this connection, so no line of another connection can be replayed.
+count as a failure. Each message has a keyed hash (RFC 7693), with which both sides prove that they have the gang's secret
+token. The hash covers random numbers that both sides chose for this connection, so no line of another connection can be
+replayed.
 
 Each side first sends a line with its random number. Every line after that is the hash in hexadecimal, a space, and a JSON
 object. The hash covers the bytes of the object as they were received. The object is parsed only after its hash was verified,
@@ -36,13 +37,16 @@ _MAX_LINE = 8192
 _MAX_DEPTH = 4
 _NUMBER = rb"[0-9a-f]{32}"
 _EXTRA_CONNECTIONS = 32
-"""Connections that the hub accepts in addition to two for each other task, so that a flood cannot use up its descriptors."""
+"""The hub accepts two connections for every other task, and this many more.
+
+The limit keeps a flood of connections from using up its file descriptors.
+"""
 _AUTHENTICATION_TIMEOUT_S = 10.0
 """Time in which a peer must prove that it has the token."""
 _RETRY_DELAYS_S = (0.2, 1.0, 5.0, 15.0)
 """Delays between attempts to connect to the hub."""
 _LINGER_S = 20.0
-"""How long a keeper of a failed gang tries to notify keepers that it cannot reach at once."""
+"""How long a keeper of a failed gang tries to notify keepers that it cannot reach immediately."""
 _MAX_TEXT = 500
 _NEVER = float("inf")
 
@@ -103,10 +107,10 @@ class GangLink:
             self._connect()
 
     def finish(self) -> None:
-        """Call this before the keeper exits.
+        """Report the failure, or else the normal end, to the gang. Call this before the keeper exits.
 
         After a failure, the hub waits until all other keepers know it, and another keeper waits until the hub knows it, but at
-        most ``_LINGER_S``. Without a failure, report the normal end.
+        most ``_LINGER_S``.
         """
         until = time.monotonic() + _LINGER_S
         while self._failure is not None and not self._are_all_informed() and time.monotonic() < until:

@@ -1,7 +1,9 @@
-"""The sampler: a process that records an attempt's use of CPU, memory, disk and GPUs, and the traffic of the node's network.
+"""The sampler: a process that records an attempt's use of CPU, memory, disk, GPUs and network.
 
-The runner forks it. It is a separate process because a call of a GPU's driver may hang or crash, which must not disturb the
-task. It continues while no agent is connected, and ends with the runner.
+The network traffic is that of the interfaces that the task sees.
+
+The runner forks the sampler. It is a separate process because a call of a GPU's driver may hang or crash, which must not
+disturb the task. It continues while no agent is connected, and ends with the runner.
 
 ``output.samples`` has lines of JSON. An object names the columns and the limits, which rarely change:
 ``{"columns": ["time", "system/cpu/usage", …], "limits": {"system/cpu/limit": 8, …}}``. An array is one sample; ``null`` is an

@@ -1,7 +1,10 @@
 """Leases of a node's GPUs, ports, CPUs and memory, as file locks that end with the processes that hold them.
 
-A share of the CPUs and the memory is a locked file in the lease directory. Shares only prevent workflows of all users from
-leasing more in total than the node has. The real use of CPUs and memory is neither measured nor limited here.
+A share of the CPUs and the memory is a locked file (``claim-<uid>-<n>.lock``) in the lease directory. Shares only prevent
+workflows of all users from leasing more in total than the node has. The real use of CPUs and memory is neither measured nor
+limited here.
+
+A task whose lease is refused writes a ticket, so that later gangs leave it the amounts that it needs (``leases.tickets``).
 """
 
 from __future__ import annotations
@@ -143,8 +146,9 @@ def _take_gpus(
         others_free = [gpu for gpu in gpu_ids if gpu not in held.gpu_ids and user_of(gpu) is None]
         idle = [gpu for gpu in others_free if read_held(directory, "gpu-{}.lock".format(int(gpu))) is None]
         if len(idle) < reserved:
-            text = "{} of {} GPUs are free and {} {}"
-            raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), reserved, _kept_for(kept, reserved)))
+            text = "{} of {} GPUs are free, this task needs {}, and {} {}"
+            kept_for = _kept_for(kept, reserved)
+            raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), gpus, reserved, kept_for))
 
 
 def _kept_for(kept: ReservedAmounts, amount: float) -> str:
@@ -247,7 +251,8 @@ _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: ReservedAmounts) -> List[int]:
     """Lease shares of CPUs and memory. Returns the descriptor of the locked file; an empty list if no share is requested.
 
-    Raises ``busy`` if too little is free. The amounts in ``kept`` are left for other gangs.
+    Raises ``busy`` if too little is free. The amounts in ``kept`` are reserved by the tickets of gangs that
+    have waited longer.
     """
     requested = {name: pair for name, pair in wanted.items() if pair[0]}
     if not requested:
@@ -257,7 +262,7 @@ def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: ReservedAm
         others = _locked_shares(directory)
         for name, (want, have) in sorted(requested.items()):
             used = sum(amount_of(one.get(name)) for one in others)
-            # Placement accepts a request for more than the node has if no other task uses the node.
+            # Placement has compared the request with the whole node, so only the amounts of other tasks matter here.
             if used and used + want > have:
                 holders = [one for one in others if amount_of(one.get(name))]
                 raise OpError("busy", _shortage(name, want, have, holders, holder.get("attempt")))

@@ -15,7 +15,7 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
-__all__ = ["free_bytes", "gather_facts", "is_quick", "nvidia_smi", "user_name"]
+__all__ = ["can_gather_in_agent", "free_bytes", "gather_facts", "nvidia_smi", "user_name"]
 
 _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
@@ -60,7 +60,7 @@ def free_bytes(path: str) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def is_quick() -> bool:
+def can_gather_in_agent() -> bool:
     """Return whether ``gather_facts`` is fast enough to run in the agent: it does not start a program."""
     return nvidia_smi() is None
 

@@ -38,7 +38,10 @@ class HostUsage:
     """
 
     def __init__(self, root: int, command: int, container: str = "") -> None:
-        """``command`` is the descendant whose network counters are read. ``container``: id of the task's container, if any."""
+        """Prepare to measure the descendants of ``root``.
+
+        ``command`` is the descendant whose network counters are read. ``container``: id of the task's container, if any.
+        """
         self._root = root
         self._command = command
         self._container = container
@@ -54,9 +57,10 @@ class HostUsage:
     def read(self) -> Optional[Dict[str, float]]:
         """Return the values by name; None for the first call, because rates need two measurements.
 
-        ``cpu`` in cores, ``memory`` in bytes (shared pages count once, for the process with most of them), ``processes``, and
-        in bytes per second ``disk_read``, ``disk_write``, ``network_receive``, ``network_transmit``, ``rdma_receive``,
-        ``rdma_transmit``. The network's values include all processes of the node that share the interfaces.
+        ``cpu`` in cores, ``memory`` in bytes, ``processes``, and in bytes per second ``disk_read``, ``disk_write``,
+        ``network_receive``, ``network_transmit``, ``rdma_receive``, ``rdma_transmit``. ``memory`` is the private pages of all
+        processes, and the shared pages of the process that has most of them; other shared pages are missing. The network's
+        values include all processes of the node that share the interfaces.
         """
         counters, levels = self._measure()
         at = time.monotonic()
@@ -157,7 +161,7 @@ class HostUsage:
 def limits(cgroup: str = _CGROUPS) -> Dict[str, float]:
     """Return the number of usable CPUs (``cpu_limit``) and the bytes of memory (``memory_limit``) of this node.
 
-    In a container, such as a pod of Kubernetes, the limits of its cgroup (v2) count, too.
+    In a container, such as a pod of Kubernetes, the limits of its cgroup (v2) also apply.
     """
     found = {"cpu_limit": float(len(os.sched_getaffinity(0))), "memory_limit": float(os.sysconf("SC_PHYS_PAGES") * _PAGE)}
     quota = _read(os.path.join(cgroup, "cpu.max"), 64).split()

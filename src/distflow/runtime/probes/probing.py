@@ -298,10 +298,10 @@ _MAX_FILES = 1000000
 def _checksums(paths: List[str]) -> Dict[str, Json]:
     """Return for each path ``error`` (null if it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
 
-    The digest covers the names below the path and the sizes, but not the contents, which may be large. The search below a path
-    ends after half a minute or a million files. Then the numbers cover only a part, and there is no digest. There is only
-    ``error`` if the path cannot be read, a directory below it cannot be listed, or the size of a file below it cannot be read.
-    Files below the path are not opened.
+    The digest covers the names and sizes of the files below the path, but not the contents, which may be large. Links to
+    directories below the path are not followed. The search below a path ends after half a minute or a million files. Then the
+    numbers cover only a part, and there is no digest. There is only ``error`` if the path cannot be read, a directory below it
+    cannot be listed, or the size of a file below it cannot be read. Files below the path are not opened.
     """
     return {path: _checksum(os.path.expanduser(path), time.monotonic() + _CHECKSUM_S) for path in paths}
 

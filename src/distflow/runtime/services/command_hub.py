@@ -97,7 +97,7 @@ class FrameReader:
             while len(view) - at >= HEADER.size:
                 kind, number, size = HEADER.unpack_from(view, at)
                 if size > LARGEST_FRAME:
-                    raise ValueError("a frame of {} bytes is too long".format(size))
+                    raise ValueError("received a frame of {} bytes; the limit is {} bytes".format(size, LARGEST_FRAME))
                 begin, end = at + HEADER.size, at + HEADER.size + size
                 if end > len(view):
                     break

@@ -63,7 +63,7 @@ def _line(read: Callable[[], bytes], longest: int) -> bytes:
         if byte == b"\n":
             return data
         data += byte
-    raise EOFError("no line break within {} bytes; another program may use this port".format(longest))
+    raise EOFError("the answer has no line break in its first {} bytes; another program may use this port".format(longest))
 
 
 def _send(peer: socket.socket) -> None:

@@ -80,7 +80,7 @@ def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
     if request.get("place", "output") == "output":
         return output_of(directory), None
     if request["place"] != "work":
-        raise OpError("bad_request", "{!r} is not `output` or `work`".format(request["place"]))
+        raise OpError("bad_request", "`place` is {!r}, but must be `output` or `work`".format(request["place"]))
     work = os.path.join(directory, "work")
     if not os.path.isdir(work) or os.path.islink(work):
         raise OpError("not_found", "`{}` no longer exists, or the task replaced it".format(work))
@@ -173,7 +173,7 @@ def _send(peer: Peer, source: BinaryIO, at: int, digest: Any) -> None:
         for _, frame in frames(rest):  # type: ignore[arg-type]
             peer.write(frame)
         if rest.left:
-            raise OSError(errno.EIO, "it became shorter while it was sent; try again when the task does not write it")
+            raise OSError(errno.EIO, "it became shorter while it was sent; try again when the task no longer writes to it")
     except OSError as error:
         peer.write(error_frame(OpError.from_os(error, "cannot read the file")))
         return

@@ -149,7 +149,7 @@ class _Wire:
         while len(self._received) >= FRAME.size:
             size, kind = FRAME.unpack_from(self._received)
             if size > LARGEST_FRAME:
-                raise OSError(errno.EPROTO, "a frame of {} bytes is too large".format(size))
+                raise OSError(errno.EPROTO, "received a frame of {} bytes; the limit is {} bytes".format(size, LARGEST_FRAME))
             if len(self._received) < FRAME.size + size:
                 return
             content = bytes(self._received[FRAME.size : FRAME.size + size])

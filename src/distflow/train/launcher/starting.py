@@ -29,7 +29,7 @@ from distflow.train.launcher.rank_processes import LaunchOutcome, RankProcess, S
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["LaunchOptions", "LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
+__all__ = ["LaunchOptions", "LaunchSettings", "LayoutError", "is_rank", "launch", "read_settings", "run_command"]
 
 _LOCAL = "127.0.0.1"
 
@@ -39,7 +39,7 @@ class LayoutError(ValueError):
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Options that a program or a command line may set. See ``read_share`` and ``Share`` for their defaults."""
+    """Options that a program or a command line may set. See ``read_settings`` and ``LaunchSettings`` for their defaults."""
 
     offset: int | None
     """First global rank of this machine."""
@@ -58,22 +58,22 @@ class LaunchOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """This machine's share of the world, and the settings of its processes (``LaunchOptions``)."""
+class LaunchSettings:
+    """This machine's ranks, and the settings of their processes (``LaunchOptions``)."""
 
     offset: int
     size: int
     world_size: int
     master_addr: str
     master_port: int
-    """0: a free port, another one for each attempt."""
+    """0: a free port, and another one after each restart."""
     max_restarts: int = 0
     stop_grace_s: float = 30.0
     failure_grace_s: float = 3.0
     numa: bool = False
 
 
-def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions]) -> Share:
+def read_settings(environment: Mapping[str, str], **options: Unpack[LaunchOptions]) -> LaunchSettings:
     """Take ranks, address and port from the options, else from ``DISTFLOW_*`` and ``MASTER_*``. Raises ``LayoutError``."""
     first = _number(environment, "DISTFLOW_RANK_OFFSET", options.get("offset"), 0)
     count = _number(environment, "DISTFLOW_RANK_SIZE", options.get("size"), 1)
@@ -81,8 +81,8 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
     address = options.get("master_addr") or environment.get("MASTER_ADDR")
     port = _number(environment, "MASTER_PORT", options.get("master_port"), 0)
     layout = {"offset": first, "size": count, "world_size": world, "master_addr": address or _LOCAL, "master_port": port}
-    settings: dict[str, Any] = {**options, **layout}
-    share = Share(**settings)
+    values: dict[str, Any] = {**options, **layout}
+    settings = LaunchSettings(**values)
     if count < 1:
         raise LayoutError(f"--size (DISTFLOW_RANK_SIZE) is {count}: a machine has at least one rank; give 1 or more")
     if first < 0:
@@ -93,15 +93,16 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
             f"{first + count} or more, or a smaller "
             f"{'--size (DISTFLOW_RANK_SIZE)' if first < world else '--offset (DISTFLOW_RANK_OFFSET)'}"
         )
-    for flag, seconds in (("--stop-grace", share.stop_grace_s), ("--failure-grace", share.failure_grace_s)):
+    for flag, name in (("--stop-grace", "stop_grace_s"), ("--failure-grace", "failure_grace_s")):
+        seconds = getattr(settings, name)
         if not seconds >= 0:
-            raise LayoutError(f"{flag} {seconds:g}: give 0 seconds or more")
-    if share.max_restarts < 0:
-        raise LayoutError(f"--max-restarts {share.max_restarts}: give 0 or more")
-    if share.max_restarts and count < world:
+            raise LayoutError(f"{flag} ({name}) is {seconds:g}: give 0 seconds or more")
+    if settings.max_restarts < 0:
+        raise LayoutError(f"--max-restarts (max_restarts) is {settings.max_restarts}: give 0 or more")
+    if settings.max_restarts and count < world:
         raise LayoutError(
-            "--max-restarts: one machine cannot restart a world on several machines; let distflow retry the group "
-            "(exitActions in the spec)"
+            "--max-restarts (max_restarts): one machine cannot restart a world on several machines; let distflow retry the "
+            "group (exitActions in the spec)"
         )
     if not 0 <= port < 65536:
         given = f"MASTER_PORT={port}" if options.get("master_port") is None else f"--master-port {port}"
@@ -112,7 +113,7 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
         raise LayoutError(
             "--master-port is missing: give a port that is free on the master, the same on all machines, or set MASTER_PORT"
         )
-    return share
+    return settings
 
 
 def _number(environment: Mapping[str, str], variable: str, given: int | None, default: int) -> int:
@@ -130,7 +131,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= environment.keys()
 
 
-def run_command(share: Share, kind: str, target: str, arguments: Sequence[str]) -> int:
+def run_command(settings: LaunchSettings, kind: str, target: str, arguments: Sequence[str]) -> int:
     """Run a script (``kind`` is ``script``) or a module (``module``) in every rank; return the exit code."""
 
     def start(environment: Mapping[str, str]) -> _Started:
@@ -138,7 +139,7 @@ def run_command(share: Share, kind: str, target: str, arguments: Sequence[str]) 
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         return process.pid, process.poll
 
-    return _run(share, start)
+    return _run(settings, start)
 
 
 def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **options: Unpack[LaunchOptions]) -> None:
@@ -154,9 +155,11 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
     if is_rank(os.environ):
         function(*args)
         return
-    share = read_share(os.environ, **options)
+    settings = read_settings(os.environ, **options)
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("launch() waits for signals: call it in the main thread")
+        raise RuntimeError(
+            "launch() was called in another thread, where Python cannot handle signals: call it in the main thread"
+        )
     name = f"`{getattr(function, '__qualname__', function)}`"
     try:
         pickled = ForkingPickler.dumps((function, args))
@@ -193,7 +196,7 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
                 program.__file__ = path
         return cast("int", process.pid), lambda: process.exitcode
 
-    code = _run(share, start)
+    code = _run(settings, start)
     if code:
         raise SystemExit(code)
 
@@ -210,84 +213,85 @@ _Started = tuple[int, Callable[[], "int | None"]]
 _Start = Callable[[Mapping[str, str]], _Started]
 
 
-def _run(share: Share, start: _Start) -> int:
+def _run(settings: LaunchSettings, start: _Start) -> int:
     """Run the ranks until they complete, are stopped, or have failed more often than allowed."""
-    attempt = 0
+    restarts = 0
     with signal_waiter() as waiter:
         while True:
-            outcome = _attempt(share, start, attempt, waiter)
+            outcome = _run_once(settings, start, restarts, waiter)
             waiter.wait(0)  # read a request that arrived when the last rank ended
-            if outcome.first is None or waiter.signals or attempt == share.max_restarts:
+            if outcome.first is None or waiter.signals or restarts == settings.max_restarts:
                 _write_first_failure(outcome)
                 return outcome.exit_code
-            attempt += 1
-            _say(f"restart {attempt} of {share.max_restarts}")
+            restarts += 1
+            _report(f"restart {restarts} of {settings.max_restarts}")
 
 
-def _attempt(share: Share, start: _Start, attempt: int, waiter: SignalWaiter) -> LaunchOutcome:
-    # In a task of distflow, the files of a killed launcher are removed together with the attempt.
+def _run_once(settings: LaunchSettings, start: _Start, restarts: int, waiter: SignalWaiter) -> LaunchOutcome:
+    # In a task of distflow, put the files into the directory of the task's attempt. They are then removed with it, even if the
+    # launcher is killed.
     place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     place = place if place and os.access(place, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="distflow-ranks-", dir=place) as folder, _port(share, attempt) as port:
+    with tempfile.TemporaryDirectory(prefix="distflow-ranks-", dir=place) as folder, _port(settings, restarts) as port:
         ranks: list[RankProcess] = []
         try:
-            for local_rank in range(share.size):
-                rank = share.offset + local_rank
+            for local_rank in range(settings.size):
+                rank = settings.offset + local_rank
                 error_file = Path(folder) / f"error-{rank}.json"
-                environment = {**os.environ, **_environment(share, local_rank, attempt, port), VARIABLE: str(error_file)}
+                environment = {**os.environ, **_environment(settings, local_rank, restarts, port), VARIABLE: str(error_file)}
                 pid, poll = start(environment)
                 ranks.append(RankProcess(rank=rank, pid=pid, poll=poll, error_file=error_file))
         except BaseException:
             end_now(ranks)  # otherwise they would wait for the missing ranks, and this process would wait for them
             raise
-        outcome = supervise(ranks, waiter, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
+        outcome = supervise(ranks, waiter, stop_grace_s=settings.stop_grace_s, failure_grace_s=settings.failure_grace_s)
     if (end := outcome.first) is not None:
         callstack = f"\n{end.failure.report.callstack}".rstrip("\n") if end.failure else ""
-        _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {end.message}{callstack}")
+        _report(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {end.message}{callstack}")
     return outcome
 
 
-def _environment(share: Share, local_rank: int, attempt: int, port: int) -> dict[str, str]:
+def _environment(settings: LaunchSettings, local_rank: int, restarts: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a worker, and those that the process of a rank reads."""
-    rank, world_size = str(share.offset + local_rank), str(share.world_size)
-    node_rank = os.environ.get("NODE_RANK") or str(share.offset // share.size)
-    nodes = os.environ.get("NNODES") or str(-(-share.world_size // share.size))
+    rank, world_size = str(settings.offset + local_rank), str(settings.world_size)
+    node_rank = os.environ.get("NODE_RANK") or str(settings.offset // settings.size)
+    nodes = os.environ.get("NNODES") or str(-(-settings.world_size // settings.size))
     environment = {
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": str(share.size),
+        "LOCAL_WORLD_SIZE": str(settings.size),
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": nodes,
         "NODE_RANK": node_rank,
         "ROLE_RANK": rank,
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": share.master_addr,
+        "MASTER_ADDR": settings.master_addr,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(share.max_restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_RUN_ID": os.environ.get("DISTFLOW_WORKFLOW_ID") or "none",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(share.size)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(settings.size)),
         rank_process.PARENT: str(os.getpid()),
     }
-    cpus = cpus_near_gpu(local_rank, os.environ) if share.numa else None
+    cpus = cpus_near_gpu(local_rank, os.environ) if settings.numa else None
     if cpus:
         environment[rank_process.CPUS] = ",".join(map(str, sorted(cpus)))
     return environment
 
 
 @contextlib.contextmanager
-def _port(share: Share, attempt: int) -> Iterator[int]:
-    """Yield the port of an attempt. A restart uses a free port, because old sockets may still hold the previous one.
+def _port(settings: LaunchSettings, restarts: int) -> Iterator[int]:
+    """Yield the port for one start of the ranks. A restart uses a free port, because old sockets may hold the previous one.
 
     A socket that never listens reserves the free port until torch uses it.
     """
-    if share.master_port and attempt == 0:
-        yield share.master_port
+    if settings.master_port and restarts == 0:
+        yield settings.master_port
         return
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -296,7 +300,7 @@ def _port(share: Share, attempt: int) -> Iterator[int]:
 
 
 def _write_first_failure(outcome: LaunchOutcome) -> None:
-    """Write the first failure of the last attempt to the launcher's own error file."""
+    """Write the first failure of the last start to the launcher's own error file."""
     end, path = outcome.first, os.environ.get(VARIABLE)
     if end is not None and path:
         more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}
@@ -306,6 +310,6 @@ def _write_first_failure(outcome: LaunchOutcome) -> None:
         write_failure(Path(path), end.message, report.callstack, report.raised_at or time.time_ns() / 1e9, more)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"distflow.train.launch: {text}\n")
     sys.stderr.flush()

@@ -61,8 +61,8 @@ class EpochSampler(Sampler[int]):
     ) -> None:  # fmt: skip
         """``rank`` and ``world_size`` default to the strategy's data share (``data_shard``), else to the process group.
 
-        Ranks that share a tensor or a sequence, and stages of one pipeline, take the same samples. Raises ``ValueError`` for an
-        invalid argument or an empty dataset.
+        Ranks of one tensor-parallel or sequence-parallel group, and the stages of one pipeline, take the same samples. Raises
+        ``ValueError`` for an invalid argument or an empty dataset.
         """
         if length < 1:
             raise ValueError("the dataset is empty: give one with at least one sample")
@@ -86,8 +86,8 @@ class EpochSampler(Sampler[int]):
         """Yield this rank's remaining indices. Raises ``ValueError`` if the strategy's share has changed."""
         if self._by_strategy and dist.is_initialized() and (own := own_share()) != (self.rank, self.world_size):
             raise ValueError(
-                f"the loader was made for data rank {self.rank} of {self.world_size}, but this is {own[0]} of {own[1]} now: "
-                "make it after init() and parallelize(), or give rank and world_size"
+                f"the loader was created for share {self.rank} of {self.world_size} of the data, but this rank now has share "
+                f"{own[0]} of {own[1]}: create it after init() and parallelize(), or give rank and world_size"
             )
         return iter(self._remaining()[self.rank :: self.world_size])
 

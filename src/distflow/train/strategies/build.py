@@ -162,7 +162,10 @@ def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list
         found = [module for module in model.modules() if type(module).__name__ in class_names]
         if missing := set(class_names) - {type(module).__name__ for module in found}:
             available = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"the model has no layer of class {', '.join(sorted(missing))}; it has {', '.join(available)}")
+            names = ", ".join(sorted(missing))
+            raise ValueError(
+                f"transformer_layer_cls: the model has no layer of class {names}: choose from {', '.join(available)}"
+            )
         return found
     layers: list[nn.Module] = []
     waiting = [model]

@@ -105,7 +105,7 @@ class Strategy:
     def data_shard(self, rank: int) -> tuple[int, int]:
         """Return the index of a rank's share of the data, and the number of shares.
 
-        Ranks that share a tensor or a sequence, and stages of one pipeline, take the same share.
+        Ranks of one tensor-parallel or sequence-parallel group, and the stages of one pipeline, take the same share.
 
         >>> Strategy(kind="hybrid", shape=(2, 2), names=("fsdp", "tp")).data_shard(1)
         (0, 2)

@@ -23,7 +23,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], layers: Sequence[nn.Module]) -> None:
-    """Shard the model over a mesh, in place: over ``fsdp``, or over ``dp`` and ``fsdp``.
+    """Shard the model over the axis ``fsdp`` of a mesh, in place. If the mesh also has ``dp``, replicate the shards over it.
 
     ``layers`` are sharded separately, unless ``auto_wrap_policy`` is ``size`` or ``none``.
     """

@@ -44,9 +44,10 @@ _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_valu
 
 
 def derive_plan(model: nn.Module) -> dict[str, str]:
-    """Return a plan from the names of the model's linear layers; empty if no pair has known names.
+    """Return a plan from the names of the model's linear layers.
 
-    A matrix that combines several, such as query, key and value, stays whole, and so do its siblings: a cut would mix them.
+    It is empty if no module has linear layers with known names, of which exactly one is cut by rows. A matrix that combines
+    several, such as query, key and value, stays whole, and so do its siblings: a cut would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -108,7 +109,8 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
     if not chosen:
         raise ValueError(
             "tensor parallelism: no attention or MLP has separate matrices with known names (q_proj … o_proj, up_proj and "
-            "down_proj, …); set `plan` of the strategy, such as {'blocks.*.attention.q': 'colwise', …}"
+            "down_proj, …), of which exactly one is cut by rows (o_proj, down_proj, …); set `plan` of the strategy, such as "
+            "{'blocks.*.attention.q': 'colwise', …}"
         )
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}
@@ -206,9 +208,9 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     tripled = module.out_features == 3 * module.in_features and last not in COLWISE
     if style == "colwise" and (last.lower() in FUSED or tripled):
         raise ValueError(
-            f"tensor parallelism: {name} seems to hold several matrices at once (such as query, key and value), which a cut by "
-            "columns would mix: split it into layers (q_proj, k_proj, v_proj), rename it to up_proj if it is one matrix, or "
-            "leave this layer and the one after it out of the plan"
+            f"tensor parallelism: {name} seems to combine several matrices, such as query, key and value, which colwise would "
+            "mix. Split it into layers (q_proj, k_proj, v_proj), or remove it and the rowwise layer after it from the plan. If "
+            "it is one matrix, give it a name that distflow knows as colwise, such as up_proj"
         )
     what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % ranks:
@@ -227,6 +229,6 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:
         raise ValueError(
-            f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share equally: "
-            f"choose a size of `tp` that divides the number of heads, or {_WITHOUT}"
+            f"tensor parallelism: {name} has {features // size} heads (`head_dim` is {size}), which {ranks} ranks cannot "
+            f"share equally: choose a size of `tp` that divides the number of heads, or {_WITHOUT}"
         )

@@ -129,7 +129,7 @@ def _try_all(
             "unlock this key in the agent, or name the right key (`identity_file` of the node, or `IdentityFile`), and set "
             "`IdentitiesOnly yes` in ~/.ssh/config"
         )
-        message = f"the login to {endpoint} ended at a key that cannot be used, before other keys were tried"
+        message = f"the connection to {endpoint} ended when a key could not be used; the other keys were not tried"
         raise AuthenticationRefused(node, message, hint="\n".join([*keyring.notes, remedy]))
     raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=hung_up, was_accepted=was_accepted)
 

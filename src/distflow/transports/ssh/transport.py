@@ -80,7 +80,7 @@ _BULK = 1 << 20
 _PACKET = 32000
 """paramiko copies the whole remaining buffer for each packet, so larger pieces are slower."""
 _TAIL = 16384
-_DRAINED_S = 2.0
+_DRAIN_TIMEOUT_S = 2.0
 _CLOSE_S = 1.0
 _LATE_S = 2.0
 """Time limit for each step of stopping a late command: finding its process, starting ``kill``, waiting for ``kill``.
@@ -126,7 +126,7 @@ class SshChannel:
             with contextlib.suppress(*SSH_ERRORS), self._connection.on_behalf_of(self._channel):
                 data = self._channel.recv(_READ)
             if not data:
-                self._drain.join(_DRAINED_S)
+                self._drain.join(_DRAIN_TIMEOUT_S)
                 # The exit code arrives after the end of the output.
                 self._channel.status_event.wait(_CLOSE_S)
             return data
@@ -234,7 +234,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, dea
             while data := channel.recv(_BULK):
                 stdout += data
         channel.status_event.wait(max(deadline.left(), _LATE_S))
-        helpers[0].join(_DRAINED_S)
+        helpers[0].join(_DRAIN_TIMEOUT_S)
     finally:
         timer.cancel()
         _close_channel(connection, channel, channel.close)

@@ -7,7 +7,7 @@ import sys
 from typing import Any, cast
 
 from distflow.backends.machines.checks import network
-from distflow.backends.machines.checks.measured import Measured, Torch
+from distflow.backends.machines.checks.measured import NodeMeasurements, Torch
 from distflow.pools.model import Node
 
 
@@ -26,6 +26,6 @@ class _Link:
 
 def test_the_output_of_setup_does_not_hide_the_port() -> None:
     both = [Node(name=name, host=name, root="/r", python="python3") for name in ("gpu1", "gpu2")]
-    nodes = [Measured(node=one, address="127.0.0.1", torch=Torch(version="2.6.0")) for one in both]
+    nodes = [NodeMeasurements(node=one, address="127.0.0.1", torch=Torch(version="2.6.0")) for one in both]
     found = network.all_reduce([(one, cast("Any", _Link())) for one in nodes])
     assert (found.failed, found.times) == (None, ((1024, 0.5),))

@@ -10,9 +10,9 @@ import pytest
 
 from distflow.backends.allocated import leftovers
 from distflow.backends.allocated.engine import Allocation
-from distflow.backends.allocated.leftovers import reap_allocations, recall_allocations
+from distflow.backends.allocated.leftovers import reap_allocations, unknown_workflows_of_allocations
 from distflow.backends.machines import cleanup, inspection
-from distflow.backends.machines.cleanup import _workflow, clean_node, reap_node, recall_node, uninstall_node
+from distflow.backends.machines.cleanup import _workflow, clean_node, reap_node, uninstall_node, unknown_workflows_of_node
 from distflow.backends.machines.inspection import ask_holders
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Node, Pool
@@ -61,7 +61,7 @@ def test_workflows_that_were_removed_before_the_connection_broke_are_reported(mo
     assert found.error == "the connection broke"
 
 
-@pytest.mark.parametrize("ask", [reap_node, recall_node, uninstall_node, ask_holders])
+@pytest.mark.parametrize("ask", [reap_node, unknown_workflows_of_node, uninstall_node, ask_holders])
 def test_errors_do_not_repeat_the_name_of_the_node(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise NodeUnreachable("n1", "connection refused")
@@ -69,7 +69,7 @@ def test_errors_do_not_repeat_the_name_of_the_node(ask: Callable[..., Any], monk
     monkeypatch.setattr(cleanup, "link_to", refuse)
     monkeypatch.setattr(inspection, "link_to", refuse)
     node = Node(name="n1", host="n1", root="/r", python="python3")
-    options: dict[object, dict[str, Any]] = {reap_node: {"is_dry_run": True}, recall_node: {"known": ()}}
+    options: dict[object, dict[str, Any]] = {reap_node: {"is_dry_run": True}, unknown_workflows_of_node: {"known": ()}}
     assert ask(Pool(name="p", backend="ssh", nodes=(node,)), node, **options.get(ask, {})).error == "connection refused"
 
 
@@ -97,7 +97,7 @@ def test_errors_of_an_engine_name_only_a_login_node(name: str, shown: str, monke
     monkeypatch.setattr(leftovers, "open_engine", lambda _: Engine())
     pool = Pool(name="p", backend="slurm", nodes=())
     assert reap_allocations(pool, ended=(), unfinished=(), is_dry_run=True).error == shown
-    assert [one.error for one in recall_allocations(pool, known=())] == [shown]
+    assert [one.error for one in unknown_workflows_of_allocations(pool, known=())] == [shown]
 
 
 def test_an_allocation_that_cannot_be_released_is_not_shown_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

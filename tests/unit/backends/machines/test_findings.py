@@ -14,7 +14,7 @@ from distflow.backends.machines.checks.measured import (
     PYTHON_PROBE,
     Gpu,
     GpuApp,
-    Measured,
+    NodeMeasurements,
     Pair,
     Torch,
     parse_python,
@@ -50,7 +50,7 @@ def probe(**changes: Any) -> dict[str, Any]:
     return {name: {**value, **changes.get(name, {})} for name, value in good.items()}
 
 
-def node(name: str = "gpu1", *, gpus: int | None = None, **fields: Any) -> Measured:
+def node(name: str = "gpu1", *, gpus: int | None = None, **fields: Any) -> NodeMeasurements:
     """A healthy node, with the given fields changed."""
     given: dict[str, Any] = {
         "address": f"10.0.0.{name[-1]}",
@@ -61,14 +61,14 @@ def node(name: str = "gpu1", *, gpus: int | None = None, **fields: Any) -> Measu
         "clock": Clock(offset_s=0.001, uncertainty_s=0.001),
         **fields,
     }
-    return Measured(node=Node(name=name, host=name, root="~/.distflow", python="/v/python", gpus=gpus), **given)
+    return NodeMeasurements(node=Node(name=name, host=name, root="~/.distflow", python="/v/python", gpus=gpus), **given)
 
 
-def findings_of(measured: Measured) -> list[tuple[str, str, str]]:
+def findings_of(measured: NodeMeasurements) -> list[tuple[str, str, str]]:
     return [(finding.grade.value, finding.about, finding.message) for finding in judge_node(measured)]
 
 
-def only_finding(measured: Measured) -> Finding:
+def only_finding(measured: NodeMeasurements) -> Finding:
     (finding,) = judge_node(measured)
     return finding
 
@@ -501,7 +501,7 @@ def test_a_python_without_a_valid_answer_is_an_error(code: int | None, stdout: s
 
 
 def test_all_measurements_are_in_the_json_output() -> None:
-    from distflow.backends.machines.checks.checking import Checked
+    from distflow.backends.machines.checks.checking import PoolMeasurements
     from distflow.cli.render.nodes import check_json, check_text
     from distflow.cli.render.tables import Paint
     from distflow.pools.model import Pool
@@ -509,7 +509,7 @@ def test_all_measurements_are_in_the_json_output() -> None:
     apps = (GpuApp(gpu_uuid="GPU-0", pid=1, name="x\x1b[31m", used_mib=None),)
     nodes = (replace(node(), gpus=(gpu(0), gpu(1)), apps=apps), node("gpu2", error=NodeUnreachable("gpu2", "gone\x1b[31m")))
     found = verdict(nodes, tried_pairs(2))
-    checked = Checked(nodes=nodes, pairs=tuple(tried_pairs(2)))
+    checked = PoolMeasurements(nodes=nodes, pairs=tuple(tried_pairs(2)))
     pool = Pool(name="lab", backend="ssh", nodes=tuple(one.node for one in nodes))
     answer = json.loads(json.dumps(check_json(pool, checked, found)))
     assert_documented(answer, "pool-check")
@@ -581,7 +581,7 @@ def test_a_failed_all_reduce_is_an_error_and_a_slow_one_a_warning() -> None:
     assert foreign.hint == "training would fail too: set the node's `address` to one of its own addresses"
 
 
-def _node_with_path(name: str, **found: Any) -> Measured:
+def _node_with_path(name: str, **found: Any) -> NodeMeasurements:
     listing = {"error": None, "files": 2, "bytes": 3 * GIB, "digest": "d1", "is_complete": True, **found}
     return node(name, probe={**probe(), "paths": {"/data": listing}})
 

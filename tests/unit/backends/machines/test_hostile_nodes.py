@@ -162,7 +162,7 @@ class ObservedConnection:
 class CheckingLogSink:
     """A log sink that checks its arguments."""
 
-    def reached(self, _key: object, kind: str) -> tuple[str, int]:
+    def resume_position(self, _key: object, kind: str) -> tuple[str, int]:
         return f"output.{kind}", 0
 
     def has_room(self) -> bool:
@@ -173,7 +173,7 @@ class CheckingLogSink:
         assert offset >= 0
         assert isinstance(data, bytes)
 
-    def beat(self, _key: object, at: float) -> None:
+    def record_heartbeat(self, _key: object, at: float) -> None:
         assert at == at  # noqa: PLR0124  not a NaN
 
 

@@ -46,9 +46,11 @@ class KubernetesApi:
     used. Objects are mappings (their JSON).
     """
 
-    def __init__(self, settings: KubernetesSettings) -> None:
-        """Use the cluster that ``settings`` name, without connecting."""
+    def __init__(self, settings: KubernetesSettings, *, pool: str = "") -> None:
+        """Use the cluster that ``settings`` name, without connecting. ``pool`` is the name of the pool with these settings."""
         self._settings = settings
+        self.check_command = f"distflow pool check --pool {pool}" if pool else "distflow pool check"
+        """The command that checks the pool, for hints."""
         self._lock = threading.Lock()
         self._client: Any = None
         self._namespace = settings.namespace or ""
@@ -134,7 +136,7 @@ class KubernetesApi:
                 refusal = self._refused(error.status_code, error.resp_body or b"").message
             except NodeUnreachable as refused:
                 raise NodeUnreachable(node, refused.detail, hint=refused.hint) from None
-            hint = "run `distflow pool check`, which names missing permissions" if error.status_code == 403 else ""
+            hint = f"run `{self.check_command}`, which names missing permissions" if error.status_code == 403 else ""
             raise NodeUnreachable(node, f"exec into the pod was refused: {refusal}", hint=hint) from None
         except (websocket.WebSocketException, OSError) as error:
             raise NodeUnreachable(node, f"exec into the pod failed: {plain(str(error))[:300]}") from None

@@ -88,7 +88,7 @@ class KubernetesEngine:
         self._template = pool.template or ssh_node()
         self._command = command
         self._relay = relay
-        self._api = KubernetesApi(self._settings)
+        self._api = KubernetesApi(self._settings, pool=pool.name)
         self._lock = threading.Lock()
         """Guards everything below."""
         self._last: dict[str, PodState] = {}
@@ -111,7 +111,7 @@ class KubernetesEngine:
                 self._api.delete("configmaps", allocation_id)
                 raise
         except ApiError as error:
-            raise _refusal(error, self._api.namespace) from None
+            raise _refusal(error, self._api.namespace, self._api.check_command) from None
         return allocation_id
 
     def notice(self, allocation_id: str) -> str:  # noqa: ARG002
@@ -187,7 +187,7 @@ class KubernetesEngine:
         try:
             found = self._api.objects("configmaps", labels=f"{MANAGED}{labels}")
         except ApiError as error:
-            raise NodeUnreachable(self._api.name, error.message, hint="run `distflow pool check`") from None
+            raise NodeUnreachable(self._api.name, error.message, hint=f"run `{self._api.check_command}`") from None
         return [one for one in found if isinstance(one.get("metadata"), dict) and not one["metadata"].get("deletionTimestamp")]
 
     def _existing(self, allocation: Allocation) -> dict[str, Any] | None:
@@ -226,7 +226,7 @@ class KubernetesEngine:
         try:
             pods = map(Pod, self._api.objects("pods", labels=MANAGED))
         except ApiError as error:
-            raise NodeUnreachable(self._api.name, error.message, hint="run `distflow pool check`") from None
+            raise NodeUnreachable(self._api.name, error.message, hint=f"run `{self._api.check_command}`") from None
         found: dict[str, list[Pod]] = {}
         for pod in pods:
             found.setdefault(str(pod.labels.get(ALLOCATION, "")), []).append(pod)
@@ -318,15 +318,15 @@ def _failure(failed: Mapping[str, PodState], pods: Mapping[str, Pod]) -> Over:
     )
 
 
-def _refusal(error: ApiError, namespace: str) -> Exception:
-    """Return the error for a request that the API server did not accept."""
+def _refusal(error: ApiError, namespace: str, check_command: str) -> Exception:
+    """Return the error for a request that the API server did not accept. ``check_command`` checks the pool."""
     if _QUOTA.search(error.message):
         return RequestDelayed(f"the quota of namespace `{namespace}` does not allow the pods now: {error.message}")
-    hint = "check the pool's `kubernetes` and its pod template with `distflow pool check`"
+    hint = f"check the pool's `kubernetes` and its pod template with `{check_command}`"
     if error.status == 404:
         hint = f"create the namespace `{namespace}`, or change `kubernetes.namespace` of the pool"
     elif error.status == 403 and "cannot create" in error.message:
-        hint = "ask an administrator for the role in docs/kubernetes.md; `distflow pool check` lists the missing permissions"
+        hint = f"ask an administrator for the role in docs/kubernetes.md; `{check_command}` lists the missing permissions"
     elif "PodSecurity" in error.message:
         hint = "add a `securityContext` to the pod template, or use another namespace"
     return RequestRefused(f"Kubernetes refused the allocation: {error.message}", hint=hint)

@@ -43,7 +43,7 @@ INDEX = "distflow.dev/index"
 SIZE = "distflow.dev/size"
 """The label with the number of pods of the allocation."""
 MARKER = "distflow.dev/marker"
-"""The annotation with the marker of the allocation."""
+"""The annotation by which distflow finds its allocations, with ``Allocation.marker``: ``distflow:<uuid>/<group>/<attempt>``."""
 CONTAINER = "task"
 NO_VOLCANO = "remove `scheduler: volcano` from the pool's `kubernetes`, or install Volcano with scheduling.volcano.sh/v1beta1"
 """The hint if the cluster does not know the objects of ``pod_group_manifest``."""
@@ -96,7 +96,8 @@ def pod_group_manifest(
 ) -> dict[str, Any] | None:
     """Return the object by which Volcano schedules the pods of an allocation together; ``None`` for other schedulers.
 
-    Without it, Volcano would create a separate PodGroup for each pod.
+    The pods name it in an annotation, so Volcano does not create a PodGroup of its own. That one would have ``minMember`` 1,
+    and Volcano would not start the pods together.
     """
     if settings.scheduler != "volcano":
         return None
@@ -141,7 +142,8 @@ def pod_manifest(
     image = node.image or settings.image or template_image(template)
     if not image:
         raise RequestRefused(
-            f"task {node.task} has no container image", hint="set `image` of the task, or `kubernetes.image` of the pool"
+            f"task {node.task} has no container image",
+            hint="set `image` of the task, `kubernetes.image` of the pool, or the image in the pod template",
         )
     ours: dict[str, Any] = {
         "apiVersion": "v1",
@@ -224,7 +226,9 @@ def _container(
         "command": list(command),
         "env": [
             {"name": "DISTFLOW_NODE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "DISTFLOW_POD", "value": "1"},  # volumes are writable for all users, but a pod has only one user
+            # With this variable, the agent does not check whether other users can write to the parent directories of `root`:
+            # volumes of a pod are writable for all users, but no other user has processes in the pod.
+            {"name": "DISTFLOW_POD", "value": "1"},
         ],
         **({"resources": {"requests": requests, "limits": limits}} if requests else {}),
         "volumeMounts": [
@@ -262,7 +266,8 @@ def _queue_annotations(settings: KubernetesSettings, allocation_id: str, count: 
         return {"scheduling.k8s.io/group-name": allocation_id}
     if settings.queue is None:
         return {}
-    # Otherwise, Kueue would wait for a replacement of a failed pod, and keep the other pods and their quota.
+    # Without `retriable-in-group: false`, Kueue would wait for a replacement of a failed pod, and keep the other pods and
+    # their quota.
     return {"kueue.x-k8s.io/pod-group-total-count": str(count), "kueue.x-k8s.io/retriable-in-group": "false"}
 
 
@@ -277,5 +282,5 @@ def _platform(pool: str, settings: KubernetesSettings, name: str | None) -> Kube
         hint = did_you_mean(name, settings.platforms, what="platforms")
         if not settings.platforms:
             hint = f"add for example `platforms: {{{name}: {{node_selector: {{kind: {name}}}}}}}` to the pool"
-        raise RequestRefused(f"pool {pool} has no platform `{name}`", hint=hint)
+        raise RequestRefused(f"pool `{pool}` has no platform `{name}`", hint=hint)
     return settings.platforms[name]

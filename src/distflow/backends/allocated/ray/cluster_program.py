@@ -195,7 +195,7 @@ def _line(connection: socket.socket) -> bytes:
         data += connection.recv(len(peeked) if end < 0 else end + 1)
         if end >= 0:
             return data[:-1]
-    raise ValueError(f"the line has more than {_LONGEST_LINE} bytes")
+    raise ValueError(f"the request line has more than {_LONGEST_LINE} bytes")
 
 
 class Cluster:

@@ -63,7 +63,9 @@ class ClusterProgram:
             raise RequestRefused(f"Ray refused the request: {_text(answer)}", hint="change the resources in the spec")
         if "answer" not in answer:
             raise NodeUnreachable(
-                self._login.name, f"Ray failed to answer `{name}`: {_text(answer)}", hint="run `ray status` on that machine"
+                self._login.name,
+                f"a request to Ray failed (`{name}`): {_text(answer)}",
+                hint="run `ray status` on that machine",
             )
         return answer["answer"]
 
@@ -93,8 +95,8 @@ class ClusterProgram:
                 hint="set `ray.python` of the pool to the interpreter of the Ray cluster, and `login` to one of its nodes",
             )  # fmt: skip
         raise NodeUnreachable(
-            self._login.name, f"Ray at `{self._address}` did not answer: {_text(answer)}",
-            hint="`ray status` there shows whether the cluster runs; the pool's `login` and `ray.address` choose the cluster",
+            self._login.name, f"cannot connect to Ray at `{self._address}`: {_text(answer)}",
+            hint="`ray status` on that machine shows whether it runs; the pool's `login` and `ray.address` choose the cluster",
         )  # fmt: skip
 
     def _answer(self, channel: Channel, deadline: Deadline, who: str = "Ray") -> dict[str, Any]:

@@ -169,7 +169,7 @@ def bundle_of(pool: str, settings: RaySettings, node: NodeRequest) -> dict[str, 
             if not settings.platforms:
                 example = f'{{{node.platform}: {{resources: {{"accelerator_type:H100": 0.001}}}}}}'
                 hint = f"add for example `platforms: {example}` to the pool"
-            raise RequestRefused(f"pool {pool} has no platform `{node.platform}`", hint=hint)
+            raise RequestRefused(f"pool `{pool}` has no platform `{node.platform}`", hint=hint)
         others = settings.platforms[node.platform].resources
     resources = {"CPU": float(node.cpus or 1), "GPU": float(node.gpus), "memory": float(node.memory), **others}
     return {name: amount for name, amount in resources.items() if amount}

@@ -197,7 +197,7 @@ def _platform(pool: str, settings: SlurmSettings, name: str | None) -> SlurmPlat
         hint = did_you_mean(name, settings.platforms, what="platforms")
         if not settings.platforms:
             hint = f"add for example `platforms: {{{name}: {{constraint: {name}}}}}` to the pool"
-        raise RequestRefused(f"pool {pool} has no platform `{name}`", hint=hint)
+        raise RequestRefused(f"pool `{pool}` has no platform `{name}`", hint=hint)
     return settings.platforms[name]
 
 

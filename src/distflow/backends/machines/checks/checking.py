@@ -16,7 +16,7 @@ from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.checks.findings import few
 from distflow.backends.machines.checks.measured import (
     PYTHON_PROBE,
-    Measured,
+    NodeMeasurements,
     Pair,
     parse_apps,
     parse_gpus,
@@ -33,7 +33,7 @@ from distflow.pools.model import Node, Pool
 from distflow.structs import replace
 from distflow.transports.base import Transport, fan_out
 
-__all__ = ["Checked", "check_pool"]
+__all__ = ["PoolMeasurements", "check_pool"]
 
 _AT_ONCE = 32
 _PINGS = 5
@@ -56,13 +56,13 @@ Progress = Callable[[str], None]
 """Called with a short text about the current step, from several threads, but one at a time."""
 
 
-class Checked(Struct, frozen=True, kw_only=True):
+class PoolMeasurements(Struct, frozen=True, kw_only=True):
     """The measurements of a pool's nodes."""
 
-    nodes: tuple[Measured, ...]
+    nodes: tuple[NodeMeasurements, ...]
     """In the order of the pool."""
     pairs: tuple[Pair, ...]
-    """The connection from every node that answered to every other node that could listen at its training address."""
+    """The attempts to connect from every node that answered to the training address of every other node that opened a port."""
     all_reduce: AllReduce | None = None
     """``None`` if it was not requested."""
 
@@ -74,7 +74,7 @@ class _Session:
         self.node = node
         self.transport = transport_of(pool, node)
         self.link: AgentLink | None = None
-        self.measured = Measured(node=node)
+        self.measured = NodeMeasurements(node=node)
         self.token = secrets.token_hex(16)
         self.port: int | None = None
 
@@ -92,11 +92,11 @@ def check_pool(
     with_all_reduce: bool = False,
     paths: Sequence[str] = (),
     venv: Requirements | None = None,
-) -> Checked:
+) -> PoolMeasurements:
     """Measure these nodes of a pool. Errors of nodes are in the result, and never raised.
 
-    ``paths``: directories and files that should have the same names and sizes on all nodes. With ``venv``, torch is searched
-    in that Python environment, if the node has it already.
+    ``paths``: directories and files whose names and sizes should be equal on all nodes. With ``venv``, distflow looks for torch
+    in that Python environment, if the node already has it.
     """
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
@@ -119,7 +119,7 @@ def check_pool(
         for session in sessions.values():
             session.close()
     measured = tuple(session.measured for session in sessions.values())
-    return Checked(nodes=measured, pairs=tuple(pairs), all_reduce=found)
+    return PoolMeasurements(nodes=measured, pairs=tuple(pairs), all_reduce=found)
 
 
 def _all_reduce(sessions: Sequence[_Session], pairs: Sequence[Pair]) -> AllReduce:
@@ -165,7 +165,7 @@ def _each(
             action(session)
         except DistflowError as error:
             # Treat a node that stops answering like one that never answered.
-            session.measured = Measured(node=session.node, error=error)
+            session.measured = NodeMeasurements(node=session.node, error=error)
             if session.link is not None:
                 session.link.close()
             session.link = None
@@ -201,7 +201,7 @@ def _measure(pool: Pool, session: _Session, paths: Sequence[str], venv: Requirem
 
 
 def _probed(link: AgentLink, node: Node, paths: Sequence[str], *, needs_venv: bool) -> Mapping[str, Any]:
-    """Return the agent's measurements, as fields of ``Measured``."""
+    """Return the agent's measurements, as fields of ``NodeMeasurements``."""
     limit_s = _PROBE_S + _PATH_S * len(paths)
     probe = link.request("probe", lease_dir=node.lease_dir, paths=list(paths), venv_tools=needs_venv, timeout_s=limit_s)
     gpus, apps = probe.get("gpus"), probe.get("gpu_apps")

@@ -11,7 +11,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from distflow.backends.machines.checks.measured import Measured
+from distflow.backends.machines.checks.measured import NodeMeasurements
 from distflow.backends.machines.checks.torch_search import torch_remedy
 from distflow.documents.quantities import bytes_text
 from distflow.errors import BootstrapFailed, NodeError
@@ -99,7 +99,7 @@ def note(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
     return Finding(grade=Grade.NOTE, about=about, nodes=tuple(nodes), message=message, hint=hint)
 
 
-def judge_node(measured: Measured) -> Iterator[Finding]:
+def judge_node(measured: NodeMeasurements) -> Iterator[Finding]:
     """Yield the findings about one node alone."""
     if measured.error is not None:
         yield _unreachable(measured)
@@ -108,7 +108,7 @@ def judge_node(measured: Measured) -> Iterator[Finding]:
         yield from rule(measured)
 
 
-def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
+def judge_nodes(nodes: Sequence[NodeMeasurements]) -> Iterator[Finding]:
     """Yield findings that compare nodes: wrong clocks, shared machines, and differences of versions, GPUs and files."""
     yield from _clocks(nodes)
     yield from _same_machine(nodes)
@@ -140,7 +140,7 @@ def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ..
 # -- one node
 
 
-def _unreachable(measured: Measured) -> Finding:
+def _unreachable(measured: NodeMeasurements) -> Finding:
     error = measured.error
     message = error.detail if isinstance(error, NodeError) else str(error)
     hint = error.hint if error is not None else ""
@@ -148,7 +148,7 @@ def _unreachable(measured: Measured) -> Finding:
     return Finding(grade=Grade.ERROR, about=about, nodes=(measured.node.name,), message=message, hint=hint)
 
 
-def _root(measured: Measured) -> Iterator[Finding]:
+def _root(measured: NodeMeasurements) -> Iterator[Finding]:
     root, names = measured.probe.get("root"), [measured.node.name]
     if not root:
         return
@@ -172,7 +172,7 @@ def _root(measured: Measured) -> Iterator[Finding]:
         yield warning("disk", names, message, hint)
 
 
-def _paths(measured: Measured) -> Iterator[Finding]:
+def _paths(measured: NodeMeasurements) -> Iterator[Finding]:
     for path, found in (measured.probe.get("paths") or {}).items():
         if found["error"]:
             hint = "copy or mount the data there, or make it readable: a gang's tasks run on any node with free resources"
@@ -183,7 +183,7 @@ def _paths(measured: Measured) -> Iterator[Finding]:
             yield note("path", [measured.node.name], message, "")
 
 
-def _leases(measured: Measured) -> Iterator[Finding]:
+def _leases(measured: NodeMeasurements) -> Iterator[Finding]:
     leases, names = measured.probe.get("leases"), [measured.node.name]
     if not leases:
         return
@@ -207,7 +207,7 @@ def _leases(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _gpus(measured: Measured) -> Iterator[Finding]:
+def _gpus(measured: NodeMeasurements) -> Iterator[Finding]:
     names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_capacity else None
     if measured.gpu_error:
         hint = "tasks usually cannot use its GPUs until `nvidia-smi` works: reboot the node, or read the driver's log (`dmesg`)"
@@ -232,7 +232,7 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
     yield from _gpu_users(measured)
 
 
-def _capacity(measured: Measured) -> Iterator[Finding]:
+def _capacity(measured: NodeMeasurements) -> Iterator[Finding]:
     """Yield a finding if the node has fewer CPUs or less memory than configured."""
     node, cpus, memory = measured.node, measured.facts.get("cpus"), measured.facts.get("memory")
     hint = "correct `{}`; `check_capacity: false` is for nodes whose tasks may share resources"
@@ -245,7 +245,7 @@ def _capacity(measured: Measured) -> Iterator[Finding]:
         yield error("memory", [node.name], message, hint.format("memory"))
 
 
-def _gpu_users(measured: Measured) -> Iterator[Finding]:
+def _gpu_users(measured: NodeMeasurements) -> Iterator[Finding]:
     owners: Mapping[str, Mapping[str, str | None]] = measured.probe.get("gpu_owners") or {}
     index = {gpu.uuid: gpu.index for gpu in measured.gpus or ()}
     ours = 0
@@ -268,7 +268,7 @@ def _gpu_users(measured: Measured) -> Iterator[Finding]:
         yield note("gpus", [measured.node.name], f"{count(ours, 'process', 'processes')} of distflow workflows on its GPUs", "")
 
 
-def _torch(measured: Measured) -> Iterator[Finding]:
+def _torch(measured: NodeMeasurements) -> Iterator[Finding]:
     names, torch = [measured.node.name], measured.torch
     if torch is None:
         return
@@ -294,7 +294,7 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _venv(measured: Measured) -> Iterator[Finding]:
+def _venv(measured: NodeMeasurements) -> Iterator[Finding]:
     tools, names = measured.probe.get("venv_tools"), [measured.node.name]
     if measured.venv is None or not measured.lacks_venv or tools is None:
         return
@@ -306,7 +306,7 @@ def _venv(measured: Measured) -> Iterator[Finding]:
     yield note("venv", names, message, "the first workflow builds it")
 
 
-def _address(measured: Measured) -> Iterator[Finding]:
+def _address(measured: NodeMeasurements) -> Iterator[Finding]:
     names = [measured.node.name]
     if measured.listen_error:
         yield error("address", names, measured.listen_error, "set `address` to one of its own addresses")
@@ -321,7 +321,7 @@ def _address(measured: Measured) -> Iterator[Finding]:
         yield warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
 
 
-def _name(measured: Measured) -> Iterator[Finding]:
+def _name(measured: NodeMeasurements) -> Iterator[Finding]:
     names = measured.probe.get("names") or {}
     addresses = names.get("addresses") or []
     if addresses and all(re.match(r"127\.|::1$", address) for address in addresses) and measured.node.host != "localhost":
@@ -334,7 +334,7 @@ def _name(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _login(measured: Measured) -> Iterator[Finding]:
+def _login(measured: NodeMeasurements) -> Iterator[Finding]:
     logind = measured.probe.get("logind") or {}
     properties = [*logind.get("properties", ()), "", "", ""]
     excluded, only = (re.findall(r'"([^"]*)"', text) for text in properties[1:3])
@@ -349,7 +349,7 @@ def _login(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _memory(measured: Measured) -> Iterator[Finding]:
+def _memory(measured: NodeMeasurements) -> Iterator[Finding]:
     memory = measured.probe.get("memory")
     if not memory:
         return
@@ -359,7 +359,7 @@ def _memory(measured: Measured) -> Iterator[Finding]:
         yield warning("memory", [measured.node.name], message, "find the processes that use it: `ps aux --sort=-rss | head`")
 
 
-def _shm(measured: Measured) -> Iterator[Finding]:
+def _shm(measured: NodeMeasurements) -> Iterator[Finding]:
     shm = measured.probe.get("shm")
     if shm and shm["free_bytes"] < _LEAST_MEMORY:
         message = f"only {bytes_text(shm['free_bytes'])} of {bytes_text(shm['total_bytes'])} are free in /dev/shm"
@@ -370,7 +370,7 @@ def _shm(measured: Measured) -> Iterator[Finding]:
         yield warning("shm", [measured.node.name], message, hint)
 
 
-def _limits(measured: Measured) -> Iterator[Finding]:
+def _limits(measured: NodeMeasurements) -> Iterator[Finding]:
     limits, names = measured.probe.get("limits") or {}, [measured.node.name]
     files, processes, locked = limits.get("nofile"), limits.get("nproc"), limits.get("memlock")
     hint = "raise it in its /etc/security/limits.conf, or by `ulimit` in `setup`"
@@ -384,7 +384,7 @@ def _limits(measured: Measured) -> Iterator[Finding]:
         yield warning("limits", names, message, f"NCCL needs `unlimited` for its network: {hint}")
 
 
-def _gpu_health(measured: Measured) -> Iterator[Finding]:
+def _gpu_health(measured: NodeMeasurements) -> Iterator[Finding]:
     names = [measured.node.name]
     broken = [gpu for gpu in measured.gpus or () if gpu.ecc_errors]
     if broken:
@@ -398,7 +398,7 @@ def _gpu_health(measured: Measured) -> Iterator[Finding]:
         yield warning("gpus", names, message, "NVIDIA's list of Xid errors explains the number after `Xid`")
 
 
-_RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
+_RULES: tuple[Callable[[NodeMeasurements], Iterator[Finding]], ...] = (
     _root, _leases, _paths, _memory, _shm, _limits, _gpu_health, _capacity, _gpus, _torch, _venv, _address, _name, _login,
 )  # fmt: skip
 
@@ -406,7 +406,7 @@ _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
 # -- nodes compared with each other
 
 
-def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
+def _clocks(nodes: Sequence[NodeMeasurements]) -> Iterator[Finding]:
     offsets = {one.node.name: one.clock for one in nodes if one.clock is not None}
     wrong = {name: clock for name, clock in offsets.items() if abs(clock.offset_s) - clock.uncertainty_s > _CLOCK_S}
     values = [clock.offset_s for clock in wrong.values()]
@@ -420,7 +420,7 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
         yield warning("clock", [name], message, hint)
 
 
-def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
+def _same_machine(nodes: Sequence[NodeMeasurements]) -> Iterator[Finding]:
     """Yield a finding for nodes that share their lease files, and for nodes that run on one kernel."""
     leases, boots = _by_fact(nodes, "machine"), _by_fact(nodes, "boot_id")
     for same in leases:
@@ -443,16 +443,16 @@ def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
             yield note("name", names, "they are the same machine, or containers of it", hint)
 
 
-def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
+def _by_fact(nodes: Sequence[NodeMeasurements], fact: str) -> list[list[NodeMeasurements]]:
     """Return groups of at least two nodes that report the same value."""
-    groups: dict[str, list[Measured]] = {}
+    groups: dict[str, list[NodeMeasurements]] = {}
     for one in nodes:
         if one.facts.get(fact):
             groups.setdefault(str(one.facts[fact]), []).append(one)
     return [same for same in groups.values() if len(same) > 1]
 
 
-def judge_torch(nodes: Sequence[Measured], needed: Collection[str] = ()) -> Iterator[Finding]:
+def judge_torch(nodes: Sequence[NodeMeasurements], needed: Collection[str] = ()) -> Iterator[Finding]:
     """Yield a finding for each node without torch.
 
     It is an error if the node is in ``needed``, a warning if other nodes have torch, and otherwise a note.
@@ -480,7 +480,7 @@ def _differing(about: str, what: str, values: Mapping[str, str | None], grade: G
         yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} differs: {found}", hint=hint)
 
 
-def _differing_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
+def _differing_paths(nodes: Sequence[NodeMeasurements]) -> Iterator[Finding]:
     """Yield a finding for each path whose contents differ between nodes that read it completely."""
     by_path: dict[str, dict[tuple[str | None, int, int], list[str]]] = {}
     for one in nodes:

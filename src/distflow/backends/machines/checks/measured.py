@@ -20,7 +20,7 @@ __all__ = [
     "PYTHON_PROBE",
     "Gpu",
     "GpuApp",
-    "Measured",
+    "NodeMeasurements",
     "Pair",
     "Torch",
     "parse_apps",
@@ -76,7 +76,7 @@ class Torch(Struct, frozen=True, kw_only=True):
     """If torch, or a module that it imports, is missing: other Pythons on the node that have torch."""
 
 
-class Measured(Struct, frozen=True, kw_only=True):
+class NodeMeasurements(Struct, frozen=True, kw_only=True):
     """The measurements of one node."""
 
     node: Node

@@ -25,7 +25,7 @@ from distflow.backends.machines.checks.findings import (
     judge_torch,
     warning,
 )
-from distflow.backends.machines.checks.measured import Measured, Pair
+from distflow.backends.machines.checks.measured import NodeMeasurements, Pair
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.training_address import interpreter, path_prepend
 from distflow.errors import NodeError
@@ -72,7 +72,11 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def verdict(
-    nodes: Sequence[Measured], pairs: Sequence[Pair], reduction: AllReduce | None = None, *, torch_nodes: Collection[str] = ()
+    nodes: Sequence[NodeMeasurements],
+    pairs: Sequence[Pair],
+    reduction: AllReduce | None = None,
+    *,
+    torch_nodes: Collection[str] = (),
 ) -> Verdict:
     """Return all findings about nodes, pairs and their all-reduce, and a summary. ``torch_nodes``: nodes that need torch."""
     alone = [finding for measured in nodes for finding in judge_node(measured)]
@@ -100,13 +104,13 @@ def verdict(
     return Verdict(can_run=False, text=f"{what}: {', and '.join(why)}", findings=findings)
 
 
-def _may_have_torch(measured: Measured) -> bool:
+def _may_have_torch(measured: NodeMeasurements) -> bool:
     """Return False if the node's Python is known to have no torch. A torch that cannot be imported counts as torch."""
     torch = measured.torch
     return torch is None or bool(torch.version or torch.error) or not torch.python
 
 
-def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Finding]:
+def judge_pairs(nodes: Sequence[NodeMeasurements], pairs: Sequence[Pair]) -> Iterator[Finding]:
     """Yield errors about failed connections: one for each node and cause."""
     addresses = {one.node.name: one.address for one in nodes}
     answered = [one.node.name for one in nodes if one.error is None]
@@ -205,7 +209,7 @@ class AllReduce(Struct, frozen=True, kw_only=True):
         return max((self.bus_bandwidth(size, seconds) for size, seconds in self.times), default=0.0)
 
 
-def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
+def all_reduce(nodes: Sequence[tuple[NodeMeasurements, AgentLink]]) -> AllReduce:
     """Run an all-reduce on all of these nodes. Errors of nodes are in the result, and never raised.
 
     If the process on one node fails, the connections to all nodes are closed.
@@ -229,7 +233,7 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     return _run_on_all(nodes, names, port)
 
 
-def _run_on_all(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], port: int) -> AllReduce:
+def _run_on_all(nodes: Sequence[tuple[NodeMeasurements, AgentLink]], names: tuple[str, ...], port: int) -> AllReduce:
     lock, failures, answers = threading.Lock(), list[tuple[str, str]](), dict[int, str]()
 
     def run(rank: int) -> None:
@@ -265,12 +269,12 @@ def _run_on_all(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, .
     return AllReduce(nodes=names, times=times)
 
 
-def _run(measured: Measured, link: AgentLink, script: Sequence[str], world: Mapping[str, str]) -> Mapping[str, Any]:
+def _run(measured: NodeMeasurements, link: AgentLink, script: Sequence[str], world: Mapping[str, str]) -> Mapping[str, Any]:
     return run_python(measured, link, script, world, limit_s=_LIMIT_S)
 
 
 def run_python(
-    measured: Measured, link: AgentLink, script: Sequence[str], variables: Mapping[str, str], *, limit_s: float
+    measured: NodeMeasurements, link: AgentLink, script: Sequence[str], variables: Mapping[str, str], *, limit_s: float
 ) -> Mapping[str, Any]:
     """Run a script with the Python of the node's tasks: with their setup, variables, PATH and packages.
 

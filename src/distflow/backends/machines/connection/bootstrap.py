@@ -103,8 +103,8 @@ RUNTIME: Final = SourceArchive(package="distflow.runtime")
 STORAGE: Final = SourceArchive(package="distflow.storage", modules=_STORAGE)
 
 
-# The whole stub must parse on old versions of Python, so that they can report their version. Nothing is imported from a
-# directory that another user could change, and no source file whose content differs from what was sent. The first start of a
+# The whole stub must parse on old versions of Python, so that they can report their version. The stub imports nothing from a
+# directory that another user could change. It imports a source file only if its content is what was sent. The first start of a
 # service also writes its modules, compiled, into one file with a checksum (CRC-32), from which later starts read them: reading
 # one file is faster than reading and checking dozens, above all over NFS.
 STUB: Final = (
@@ -137,7 +137,7 @@ def digest(top):
  return total.hexdigest()
 def load():
  try:
-  data=b"" if others(home) else content(compiled)
+  data=b"" if access_by_others(home) else content(compiled)
  except OSError: return {}
  intact=len(data)>4 and int.from_bytes(data[:4],"big")==crc32(memoryview(data)[4:])
  return marshal.loads(memoryview(data)[4:]) if intact else {}
@@ -176,11 +176,11 @@ def make(path):
   os.chmod(path,0o700) # an inherited ACL may have given more
  except FileExistsError:
   if not os.path.isdir(path) or os.path.islink(path): raise NotADirectoryError(20,"Not a directory",path)
-def others(path): # how other users could change it
+def access_by_others(path): # how other users could change it
  seen=os.lstat(path)
  return "owner" if seen.st_uid!=os.getuid() else "writable" if seen.st_mode&0o22 else None
-def own(path):
- why=others(path)
+def require_private(path):
+ why=access_by_others(path)
  if why: refuse(why,path)
 try:
  if sys.version_info<(3,8): raise RuntimeError("Python 3.8 or newer is needed; this is "+sys.version.split()[0])
@@ -197,13 +197,13 @@ try:
   at=os.path.dirname(at)
  root=os.path.join(root,"@PRIVATE@")
  make(root)
- own(root)
+ require_private(root)
  mark=os.path.join(root,"@MARKER@")
  def is_marked():
   try: return content(mark).split(b"\n")[0]==b"@SIGNATURE@"
   except FileNotFoundError: return False
  if not is_marked():
-  # If another connection has created these files in the meantime, it has written the marker before.
+  # If another connection has created these files in the meantime, it wrote the marker first.
   if [name for name in os.listdir(root) if not name.startswith("@MARKER@")] and not is_marked(): refuse("unmarked",root)
   part=mark+"."+nonce
   with open(part,"wb") as file:
@@ -214,12 +214,12 @@ try:
  top=os.path.join(root,"runtime")
  home=os.path.join(top,want)
  make(top)
- own(top)
+ require_private(top)
  compiled=home+"/"+service+"."+MAGIC_NUMBER.hex() # the format of compiled code depends on the version of Python
  modules=load()
  checked=not modules and os.path.isdir(home) and digest(home)==want
  if modules or checked:
-  own(home)
+  require_private(home)
   send("have")
  else:
   send("need")
@@ -248,7 +248,7 @@ try:
   else: shutil.rmtree(new)
   os.close(lock)
   new,checked=None,True
-  own(home)
+  require_private(home)
  sys.path.insert(0,home)
  sys.meta_path.insert(0,Compiled)
  serve=__import__(service,fromlist=["serve"]).serve
@@ -454,8 +454,11 @@ class _Greeting:
 
     def _failure(self) -> NodeUnreachable | BootstrapFailed:
         if self._is_late:
+            remedy = "check the load of the node and the startup files of the shell, or increase `connect_timeout` of the pool"
             return NodeUnreachable(
-                self._node, f"distflow's process did not answer within {self._timeout_s:g} s", hint=self.other_output()
+                self._node,
+                f"distflow's process did not answer within {self._timeout_s:g} s",
+                hint=self.other_output() or remedy,
             )
         code, printed = self._channel.exit_code, self.other_output()
         if code is None and REASON_MARK in printed:

@@ -416,7 +416,8 @@ class NodeConnection:
         self._sink(
             NodeUp(
                 at=now(), pool=self._pool.name, node=self.node.name, gpus=facts.get("gpus"), cpus=facts.get("cpus"),
-                memory=facts.get("memory"), platform=self.node.platform, machine=str(facts.get("machine") or ""),
+                memory=facts.get("memory"), platform=self.node.platform,
+                lease_directory_id=str(facts.get("machine") or ""),
             )
         )  # fmt: skip
         self._report_statuses(answer, keys)
@@ -447,7 +448,7 @@ class NodeConnection:
             if key is not None and kind == "status":
                 self.report(key, event["status"])
             elif key is not None:
-                self._logs.beat(key, now() - event["age_s"])
+                self._logs.record_heartbeat(key, now() - event["age_s"])
         elif kind == "data":
             self._take_output(event)
         elif kind == "eof":
@@ -466,7 +467,7 @@ class NodeConnection:
             self._next_stream += 1
             stream = self._next_stream
             self._streams[stream] = (key, kind)
-        file, offset = self._logs.reached(key, kind)
+        file, offset = self._logs.resume_position(key, kind)
         self.send("tail", lambda _: None, stream=stream, attempt=key.name, file=file, offset=offset)
 
     def _take_output(self, event: Mapping[str, Any]) -> None:

@@ -223,7 +223,7 @@ class OutputReader:
                 )
             if len(found) > _MAX_FILES:
                 hint = "let the task pack files into archives, or write them to a URL with `outputs`"
-                message = f"there are more than {_MAX_FILES:,} files, the maximum that distflow can list"
+                message = f"the task's directory has more than {_MAX_FILES:,} files, the maximum that distflow can list"
                 raise AgentError(self._node, "malformed", message, hint=hint)
         return tuple(found), int(answer.get("others", 0))
 

@@ -162,7 +162,7 @@ class _Reap(_Form):
     message: str
 
 
-class _Recalled(_Form):
+class _FoundAttempt(_Form):
     attempt: str
     phase: str
     directory: str
@@ -173,7 +173,7 @@ class _Recalled(_Form):
 class _Workflow(_Form):
     uuid: str
     memo: str
-    attempts: list[_Recalled]
+    attempts: list[_FoundAttempt]
 
 
 class _Recall(_Form):

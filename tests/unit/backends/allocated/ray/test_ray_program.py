@@ -59,9 +59,9 @@ def engine(python: str) -> RayEngine:
         ("[" * 100, "head: distflow cannot read Ray's answer"),
         (
             '{"kind": "failed", "error": "GcsError: \\u001b[31mgone\\nfor ever"}',
-            "head: Ray failed to answer `nodes`: GcsError:",
+            "head: a request to Ray failed (`nodes`): GcsError:",
         ),
-        ("{}", "head: Ray failed to answer `nodes`: no reason"),
+        ("{}", "head: a request to Ray failed (`nodes`): no reason"),
     ],
 )
 def test_a_wrong_answer_is_an_error_without_control_characters(python: MakePython, line: str, message: str) -> None:
@@ -86,7 +86,7 @@ def test_a_refused_request_raises_request_refused(python: MakePython) -> None:
         ((["not an answer"], False), NodeUnreachable, "cannot read Ray's answer"),
         (([], True), NodeUnreachable, "exited without an answer: it failed"),
         ((['{"kind": "no ray", "error": "No module named ray"}'], False), RayMissing, "its Python has no Ray"),
-        ((['{"kind": "not connected", "error": "x"}'], False), NodeUnreachable, "Ray at `auto` did not answer: x"),
+        ((['{"kind": "not connected", "error": "x"}'], False), NodeUnreachable, "cannot connect to Ray at `auto`: x"),
     ],
 )
 def test_a_program_that_does_not_start_reports_the_reason(

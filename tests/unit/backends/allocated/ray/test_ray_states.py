@@ -161,5 +161,5 @@ def test_a_bundle_has_the_resources_of_task_and_platform() -> None:
     request = NodeRequest(task="a", gpus=2, memory=1 << 30, platform="h100")
     assert bundle_of("ray", settings, request) == {"CPU": 1, "GPU": 2, "memory": 1 << 30, "accelerator_type:H100": 0.001}
     assert bundle_of("ray", settings, NodeRequest(task="a", cpus=4)) == {"CPU": 4}
-    with pytest.raises(RequestRefused, match="pool ray has no platform `h10`"):
+    with pytest.raises(RequestRefused, match="pool `ray` has no platform `h10`"):
         bundle_of("ray", settings, NodeRequest(task="a", platform="h10"))

@@ -135,7 +135,7 @@ def test_images_need_pyxis_and_must_be_equal() -> None:
 
 def test_a_platform_must_be_known() -> None:
     request = request_for(*workers(1, platform="h10"))
-    with pytest.raises(RequestRefused, match="pool cluster has no platform `h10`") as caught:
+    with pytest.raises(RequestRefused, match="pool `cluster` has no platform `h10`") as caught:
         sbatch_arguments(pool_of("platforms: {h100: {}}"), request, [request.nodes])
     assert caught.value.hint.startswith("did you mean `h100`?")
     with pytest.raises(RequestRefused) as caught:

@@ -37,7 +37,7 @@ def with_targets(one: StoredWorkflow, *targets: NotifyTarget) -> StoredWorkflow:
 
 def due(driver: Driver, uuid: str = "u1") -> list[tuple[int, str, str]]:
     """Return the target's number, the trigger and the subject of each due notification."""
-    return [(one.target, one.on.value, one.subject) for one in driver.reader.notices() if one.workflow == uuid]
+    return [(one.target, one.on.value, one.subject) for one in driver.reader.notifications() if one.workflow == uuid]
 
 
 def test_notifications_of_start_and_end_are_due_for_the_targets_that_request_them(driver: Driver) -> None:
@@ -75,9 +75,9 @@ def test_notification_of_a_long_wait_is_due_once_although_the_supervisor_is_kill
     driver.restart()
     driver.advance(2.0)
     assert due(driver) == [(2, "waiting", "train/0"), (0, "waiting", "train/0")]
-    for notice in driver.reader.notices():
+    for notification in driver.reader.notifications():
         sent = EventRecord(at=driver.clock.now(), details=NotificationSent(on="waiting", target="ci"), workflow="u1")
-        driver.reader.finish_notice(notice, sent)
+        driver.reader.finish_notification(notification, sent)
     for _ in range(2):
         driver.restart()
         driver.advance(60.0)

@@ -1,4 +1,7 @@
-"""Find the notifications that a decision makes due. Pure: the loop stores them, and another process sends them."""
+"""Find the notifications that a decision makes due. The loop stores them, and another process sends them.
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Iterator
 
 from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.lifecycle.states import State, WorkflowState
-from distflow.state.notices import Notice
+from distflow.state.notification import Notification
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["due_notices", "next_wait_notice"]
+__all__ = ["due_notifications", "next_wait_notification"]
 
 _ENDS = {
     WorkflowState.COMPLETED: Trigger.COMPLETED,
@@ -18,13 +21,13 @@ _ENDS = {
 }
 
 
-def due_notices(
+def due_notifications(
     targets: tuple[NotifyTarget, ...], before: WorkflowRecord, after: WorkflowRecord, since: float, now: float
-) -> Iterator[Notice]:
+) -> Iterator[Notification]:
     """Yield the notifications that a step from ``before`` to ``after`` makes due.
 
-    A wait is reported by the first decision after its time limit. ``since`` is the time of the previous decision, or infinite
-    if that time is not known. A wait may then be yielded again, and the store ignores the duplicate.
+    A wait is reported by the first decision after the target's ``after_s`` has passed. ``since`` is the time of the previous
+    decision, or infinite if that time is not known. A wait may then be yielded again, and the store ignores the duplicate.
     """
     triggers = set()
     if before.started_at is None and after.started_at is not None:
@@ -34,13 +37,13 @@ def due_notices(
     for position, target in enumerate(targets):
         for trigger in target.on:
             if trigger in triggers:
-                yield Notice(workflow=after.uuid, target=position, on=trigger, at=now)
+                yield Notification(workflow=after.uuid, target=position, on=trigger, at=now)
         for subject, due_at in _waits(target, after):
             if due_at <= now and not due_at <= since <= now:
-                yield Notice(workflow=after.uuid, target=position, on=Trigger.WAITING, subject=subject, at=now)
+                yield Notification(workflow=after.uuid, target=position, on=Trigger.WAITING, subject=subject, at=now)
 
 
-def next_wait_notice(targets: tuple[NotifyTarget, ...], record: WorkflowRecord, now: float) -> float | None:
+def next_wait_notification(targets: tuple[NotifyTarget, ...], record: WorkflowRecord, now: float) -> float | None:
     """Return the time at which the next wait must be reported if nothing changes; ``None`` if no wait must be reported."""
     times = (due_at for target in targets for _, due_at in _waits(target, record) if due_at > now)
     return min(times, default=None)

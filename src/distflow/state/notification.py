@@ -6,10 +6,10 @@ from msgspec import Struct
 
 from distflow.documents.notify import Trigger
 
-__all__ = ["Notice"]
+__all__ = ["Notification"]
 
 
-class Notice(Struct, frozen=True, kw_only=True):
+class Notification(Struct, frozen=True, kw_only=True):
     """A notification that is due for one entry of ``notify``."""
 
     workflow: str
