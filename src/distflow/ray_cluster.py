@@ -8,8 +8,9 @@ processes.
 ``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray
 runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
 
-Exit codes: the command's; that of ``ray start`` if the head does not start or a worker ends with Ray (1 instead of 0); 1 if not
-all nodes joined in time; 2 for wrong arguments; 126 if Ray or the command cannot be executed; 127 if it does not exist.
+Exit codes: the command's; that of ``ray start`` if the head does not start, or if a worker ends because Ray ended (then 1
+instead of 0); 1 if not all nodes joined in time; 2 for wrong arguments; 126 if Ray or the command cannot be executed; 127 if it
+does not exist.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["Clock", "main"]
 
-_EVERY_S = 1.0
+_POLL_S = 1.0
 _AWAIT = f"""\
 import ray, sys, time
 wanted, until = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
 ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
 while (alive := sum(node["Alive"] for node in ray.nodes())) < wanted and time.monotonic() < until:
-    time.sleep({_EVERY_S})
+    time.sleep({_POLL_S})
 print("nodes", alive)
 """
 """Runs in a separate process, so that the command starts without an open connection to Ray."""
@@ -117,7 +118,7 @@ def _say(text: str) -> None:
 
 
 def _pause() -> None:
-    threading.Event().wait(_EVERY_S)
+    threading.Event().wait(_POLL_S)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -170,7 +170,9 @@ def test_invalid_calls_are_refused_before_anything_starts(cli: Cli, project: Pat
         "`on_interrupt` must be `cancel` or `detach`": lambda: run(double, args=(1,), on_interrupt=cast("Any", "stop")),
         "`limit` must be at least 1": lambda: next(distflow.Launcher().map_array(double, [1], limit=0)),
         "the secret `KEY` is not a string": lambda: distflow.submit(TRUE, secrets={"KEY": cast("Any", 1)}),
-        "a spec is a path, a text, a mapping or a Spec, not None": lambda: distflow.submit(cast("Any", None)),
+        "a spec must be a path, a workflow's id, YAML text, a mapping or a `Spec`, not None": lambda: distflow.submit(
+            cast("Any", None)
+        ),
         "a spec cannot contain <": lambda: distflow.submit({"workflow": object()}),
     }
     for message, call in calls.items():
@@ -222,9 +224,9 @@ def test_nodes_without_the_python_or_packages_of_a_function_are_named_before_any
     (packages / "only_here.py").touch()
     monkeypatch.syspath_prepend(str(packages))
     installed = importlib.import_module("only_here")
-    with pytest.raises(InputError, match=r"needs `only_here`, missing from .* on gpu1\ninstall the missing modules"):
+    with pytest.raises(InputError, match=r"missing: `only_here` from .* on gpu1\ninstall the missing modules"):
         distflow.run(lambda: installed.__name__, gpus=0)
-    with pytest.raises(InputError, match=r"needs `only_elsewhere`, missing from .* on gpu1\n"):
+    with pytest.raises(InputError, match=r"missing: `only_elsewhere` from .* on gpu1\n"):
         distflow.run(imports_a_package, gpus=0)
     assert [one.id for one in distflow.list()] == ["double-3", "double-2", "double-1", "lasts-1"]
 

@@ -209,4 +209,4 @@ def test_pool_check_reports_resources_and_wrong_settings(ray_pool: RayPool) -> N
     assert "its Python has no Ray" in done.out
     ray_pool.configure(ray={"address": "127.0.0.1:1"})
     done = ray_pool.cli.run("pool", "check")
-    assert "Ray at `127.0.0.1:1` did not answer" in done.out
+    assert "cannot connect to Ray at `127.0.0.1:1`" in done.out

@@ -171,7 +171,7 @@ class Shared(_Part, frozen=True):
 
 
 class Elastic(_Part, frozen=True):
-    """The smallest number of tasks with ranks with which a group may run, and the time to wait for more."""
+    """The minimum number of tasks with ranks that a group needs to run, and the time to wait for more."""
 
     min: Count
     wait: Duration | None = None
@@ -185,7 +185,7 @@ class Kpi(_Part, frozen=True):
 
 
 class Notify(_Part, frozen=True):
-    """A target of notifications, which ``url`` or ``credential`` names, and the events to send."""
+    """A target of notifications and the events to send to it. ``url`` or ``credential`` identifies the target."""
 
     on: list[Text] = field(default_factory=list)
     url: Text | None = None

@@ -703,7 +703,7 @@ def _source(spec: str | os.PathLike[str] | Mapping[str, Any] | Spec) -> tuple[st
         return "<spec>", spec
     if isinstance(spec, str | os.PathLike):
         return os.fspath(spec), None
-    raise InputError(f"a spec is a path, a text, a mapping or a Spec, not {spec!r}")
+    raise InputError(f"a spec must be a path, a workflow's id, YAML text, a mapping or a `Spec`, not {spec!r}")
 
 
 def _requirements(venv: str | os.PathLike[str] | Sequence[str]) -> Requirements:

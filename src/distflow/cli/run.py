@@ -102,9 +102,9 @@ def run_command(
         typer.Option(
             "--gpus",
             min=0,
-            help="GPUs of each node. Default: as in the sbatch script. Otherwise, one GPU for each process of "
-            "--nproc-per-node. Without that option, the number that the pool or hostfile defines. No GPUs if that number is "
-            "unknown or too small.",
+            help="GPUs of each node. Default: as in the sbatch script; otherwise one for each process of --nproc-per-node; "
+            "without that option, as many as the pool or hostfile defines for each node. If that number is unknown, or smaller "
+            "than the value of --nproc-per-node, the default is 0.",
         ),
     ] = None,
     ranks: RanksOption = None,
@@ -256,13 +256,14 @@ def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Forma
         raise failure or typer.Exit(error.exit_code) from None
     try:
         if fetched is not None:
-            _end_fetch(fetched, to)
+            _print_fetched(fetched, to)
     finally:
         if failure is not None:
             raise failure
 
 
-def _end_fetch(fetched: FetchedFiles, to: Path) -> None:
+def _print_fetched(fetched: FetchedFiles, to: Path) -> None:
+    """Print the fetched files and notes about them. If some could not be fetched, exit with a failure."""
     from distflow.cli.workflow.outputs import end_fetch, fetched_text
 
     if fetched.files or fetched.unchanged:

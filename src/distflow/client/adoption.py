@@ -96,8 +96,8 @@ def adopt(
         client: The client whose store gets the workflows.
         pool: The pool whose nodes are searched. Default: all pools.
         hosts: Machines to search instead of the configured nodes.
-        trust_records: Whether to also adopt records that are refused by default: those that the key of this state directory did
-            not sign, and whose outputs or checkpoints go to local files, over SFTP, or to a URL that is not valid.
+        trust_records: Whether to also adopt records that are refused by default: those that are not signed with the key of this
+            state directory, if their outputs or checkpoints go to local files, over SFTP, or to a URL that is not valid.
         is_dry_run: Whether to only report, without any change.
 
     Returns:

@@ -103,8 +103,8 @@ class Client:
     def directory(self) -> StateDirectory:
         """The state directory, for reading. It is created if it has no store.
 
-        A store of another user is accepted only if it is read-only. This prevents work with this user's permissions in a
-        directory that another user can write. Raises ``StateError``.
+        A store of another user is accepted only if this user cannot write to it. Otherwise, distflow would run with this user's
+        permissions in a directory that the other user controls. Raises ``StateError``.
         """
         if self._directory is None:
             from distflow.state.opening import is_read_only
@@ -199,7 +199,7 @@ class Client:
         return load_hostfile(hostfile)
 
     def credentials_for(self) -> CredentialsFor:
-        """Return a function that finds this user's stored credentials for the profile of a URL.
+        """Return a function that finds this user's stored credentials for a URL profile, such as ``s3://bucket``.
 
         The function returns ``None`` if there are none. The storage driver then uses the environment, files and roles of this
         machine. Raises ``StateError`` if another user owns the state directory with the stored credentials.

@@ -32,7 +32,10 @@ __all__ = [
 
 
 def set_credential(client: Client, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
-    """Store a credential. A DATA or REGISTRY credential replaces the one for the same profile or registry.
+    """Store a credential.
+
+    A DATA credential replaces the one for the same endpoint, such as ``s3://bucket``. A REGISTRY credential replaces the one
+    for the same registry.
 
     Args:
         client: The client whose state directory stores the credential.

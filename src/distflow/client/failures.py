@@ -180,7 +180,7 @@ def diagnose_groups(
             if not tasks or task.name in tasks
         }
         outcome = group_outcome_of(group, number, lines, events)
-        is_failure = bool(number < group.attempt or group.state is State.FAILED or outcome.silence or outcome.missing)
+        is_failure = bool(number < group.attempt or group.state is State.FAILED or outcome.silence or outcome.hidden_failure)
         findings = _findings(client, record, group, number, lines) if with_findings else ()
         if is_failure or findings:
             found.append(

@@ -153,7 +153,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
     try:
         secrets = task_secrets(launch, read_secrets(client.directory.secrets, record.uuid))
     except LookupError as error:
-        raise InputError(f"{error.args[0]} is no longer stored", hint="submit the workflow again") from None
+        raise InputError(f"distflow no longer stores {error.args[0]}", hint="submit the workflow again") from None
     return RunningTask(
         workflow=record.id,
         task=task.name,

@@ -288,13 +288,16 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
             hint=f"give the path of a Python {version} on the nodes as `python=`, or in the pool as `python:`{example}",
         )
     if lacking := [one for one in found if one.missing]:
-        pythons = sorted({one.executable for one in lacking})
-        missing = ", ".join(f"`{name}`" for name in modules if any(name in one.missing for one in lacking))
+        lacks: dict[tuple[str, str], list[str]] = {}
+        for one in lacking:
+            names = ", ".join(f"`{name}`" for name in one.missing)
+            lacks.setdefault((names, one.executable), []).append(one.node)
+        missing = "; ".join(f"{names} from {python} on {few(nodes)}" for (names, python), nodes in lacks.items())
         paths = {path for one in lacking for path in one.others}
         example = f", such as `{min(paths)}`" if paths else ""
         remedy = f"install the missing modules there, or give the path of a Python that has them as `python=`{example}"
         raise InputError(
-            f"the function needs {missing}, missing from {few(pythons)} on {few([one.node for one in lacking])}",
+            f"the function needs modules that are missing: {missing}",
             hint=f"add them to {venv.file}" if venv else remedy,
         )
 

@@ -54,9 +54,9 @@ def diagnose(group: GroupOutcome) -> tuple[Diagnosis, ...]:
     """Return the diagnoses of a group's attempt; empty if nothing shows a cause.
 
     If the task that failed first has the reason ``OOM_KILLED``, the lack of memory is the only diagnosis. Otherwise, lines
-    about waiting count only if no line names a cause, and lines about a lost peer only if nothing else shows one. Of lines
-    of the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that task,
-    its exception or other end is the cause: the other tasks only lost the connection to it.
+    about waiting count only if no line names a cause, and lines about a lost peer only if nothing else shows a cause. Of
+    lines of the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that
+    task, its exception or other end is the cause: the other tasks only lost the connection to it.
     """
     killed = by_kernel(group)
     if killed is not None:
@@ -82,7 +82,7 @@ def diagnose(group: GroupOutcome) -> tuple[Diagnosis, ...]:
 
 
 def _matches(group: GroupOutcome) -> list[_Match]:
-    """Return the rules that match. Each line counts only for the first rule that it shows."""
+    """Return the rules that match. Each line counts only for the first rule that it matches."""
     found: list[_Match] = []
     taken: set[tuple[str, str]] = set()
     for rule in RULES:
@@ -187,7 +187,7 @@ def group_outcome_of(
     return GroupOutcome(
         outcomes=tuple(_outcome(task, lines.get(task.name, ())) for task in tasks),
         first=first,
-        missing=_missing_text(tasks, cause, missing),
+        hidden_failure=_hidden_failure_text(tasks, cause, missing),
         silence=_silence(group, tasks, events),
     )
 
@@ -203,10 +203,10 @@ def _hidden_failure(missing: MissingRanks, lines: Sequence[str]) -> FirstFailure
     )
 
 
-def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: MissingRanks | None) -> str:
+def _hidden_failure_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: MissingRanks | None) -> str:
     """Return a message about ranks that failed although their task ended with code 0; empty if there are none.
 
-    Other ranks may still wait for them, or the group has ended.
+    Either other ranks still wait for them (``missing``), or the group has ended.
     """
     if missing is not None:
         return missing.message

@@ -1,4 +1,7 @@
-"""Find the causes that events, kernel logs and the way tasks ended show, without the output. This module does no I/O."""
+"""Find the causes of failures in events, kernel logs, exit codes and end reasons.
+
+This module does not use the output of tasks, and does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -149,8 +152,8 @@ def by_kernel(group: GroupOutcome) -> Diagnosis | None:
 
 
 def by_ends(group: GroupOutcome) -> tuple[Diagnosis, ...]:
-    """Return the causes that the ends and events of a group show without the output, the most specific first."""
-    found = (_from_signal(group), _from_reason(group), _from_silence(group), _from_missing(group))
+    """Return the causes that follow from the ends and events of a group, the most specific first."""
+    found = (_from_signal(group), _from_reason(group), _from_silence(group), _from_hidden_failure(group))
     return tuple(one for one in found if one is not None)
 
 
@@ -183,11 +186,11 @@ def _from_silence(group: GroupOutcome) -> Diagnosis | None:
     return Diagnosis(key=HANG.key, cause=HANG.cause, found=group.silence, remedy=HANG.remedy)
 
 
-def _from_missing(group: GroupOutcome) -> Diagnosis | None:
-    if not group.missing:
+def _from_hidden_failure(group: GroupOutcome) -> Diagnosis | None:
+    if not group.hidden_failure:
         return None
     task = group.first.task if group.first else ""
-    return Diagnosis(key=HIDDEN.key, cause=HIDDEN.cause, found=group.missing, remedy=HIDDEN.remedy, task=task)
+    return Diagnosis(key=HIDDEN.key, cause=HIDDEN.cause, found=group.hidden_failure, remedy=HIDDEN.remedy, task=task)
 
 
 def _suspects(group: GroupOutcome) -> Iterator[TaskOutcome]:

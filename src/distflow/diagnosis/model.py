@@ -70,7 +70,7 @@ class GroupOutcome(Struct, frozen=True, kw_only=True, dict=True):
     first: FirstFailure | None = None
     silence: str = ""
     """The report that no task printed anything or sent a heartbeat for ``hang_timeout``; empty if there is none."""
-    missing: str = ""
+    hidden_failure: str = ""
     """The report of ranks that failed although their task ended with code 0; empty if there are none."""
 
     @cached_property
@@ -119,7 +119,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     found: str
     """The evidence; may be empty."""
     remedy: str
-    """The remedy. ``<id>`` stands for the id of the workflow, and ``distflow pool check`` for the check of its pool."""
+    """The remedy. The client replaces ``<id>`` by the workflow's id, and adds the pool to ``distflow pool check``."""
     task: str = ""
     """The task whose output or end shows the cause; the first of several. Empty for a silent gang."""
     line: str = ""

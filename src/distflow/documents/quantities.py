@@ -119,14 +119,14 @@ def parse_bytes(value: str | float) -> int:
     example = "write a number and a unit, such as `512Mi` or `30Gi`"
     match = _BYTES.fullmatch(text)
     if isinstance(value, bool) or match is None:
-        problem = "is negative" if text.startswith("-") else "is not an amount of memory"
+        problem = "is negative" if text.startswith("-") else "is not a number of bytes"
         reversed_ = re.fullmatch(r"([A-Za-z]+)([0-9.]+)", text)
         hint = f"write `{reversed_.group(2)}{reversed_.group(1)}`" if reversed_ else example
         raise InvalidValue(f"`{text}` {problem}", hint)
     number, unit = match.groups()
     prefix = _UNIT.fullmatch(unit)
     if prefix is None and unit not in _POWERS:
-        raise InvalidValue(f"`{unit}` is not a unit of memory", "use one of Ti, Gi, Mi, Ki, B")
+        raise InvalidValue(f"`{unit}` is not a valid unit", "use one of Ti, Gi, Mi, Ki, B")
     power = _POWERS[prefix.group(1) if prefix else unit]
     whole, _, fraction = number.partition(".")
     # Compute with integers: a float has only 53 bits, so large amounts such as 128.067Ti would be wrong by one byte.

@@ -85,10 +85,10 @@ def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explai
     keyword, value, rule = str(error.validator), error.instance, error.schema
     if rule.get("x-checked-by-parser") and keyword in ("pattern", "minimum", "exclusiveMinimum"):
         return
-    own = explain(keyword, path, value, rule) if explain is not None else None
-    if own is not None:
-        if own[0]:
-            yield _problem(document.key_mark_at(path), path, *own)
+    explained = explain(keyword, path, value, rule) if explain is not None else None
+    if explained is not None:
+        if explained[0]:
+            yield _problem(document.key_mark_at(path), path, *explained)
     elif keyword == "additionalProperties":
         yield from _unknown_keys(document, root, path, value, rule)
     elif keyword == "required":

@@ -1,4 +1,4 @@
-"""Read a file that the user named, with a size limit. Each failure becomes a finding about the file."""
+"""Read a file that the user named, with a size limit. Each failure is raised as a problem of the file (``ProblemsFound``)."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a regular file")
+            what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "a special file")
             otherwise = ", or use `-` for standard input" if kind == _YAML else ""
-            raise _found(shown, f"this is {what}, not a file", f"name a {kind}{otherwise}")
+            raise _found(shown, f"this is {what}, not a regular file", f"name a {kind}{otherwise}")
         if status.st_size > limit:
             raise _too_large(shown, status.st_size, limit, kind)
         # Read one byte more than allowed: files in /proc report size 0, and a file may grow while it is read.

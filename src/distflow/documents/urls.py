@@ -57,7 +57,7 @@ class StorageUrl:
 
     @property
     def profile(self) -> str:
-        """The scheme and the bucket, account or host, by which object stores find their credentials: ``s3://bucket``."""
+        """The URL profile, by which object stores find their credentials: scheme and bucket, account or host (``s3://bucket``)."""
         return f"{self.scheme}://{self.container.split('/')[0]}"
 
     @property

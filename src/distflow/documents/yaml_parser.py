@@ -188,7 +188,9 @@ def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
     target = anchors.get(name)
     if target is None:
         raise _Refused(
-            index, f"there is no anchor `&{name}` above", f"write `&{name}` before the value to repeat, or quote the text"
+            index,
+            f"`*{name}` is an alias, but there is no anchor `&{name}` above it",
+            f"write `&{name}` before the value to repeat, or quote `*{name}` if it is plain text",
         )
     if target.open:
         raise _Refused(index, f"the alias `*{name}` is inside the value of its own anchor `&{name}`", "remove the alias")

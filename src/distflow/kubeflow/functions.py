@@ -80,8 +80,8 @@ def _source(function: Callable[..., Any]) -> str:
     defined = body[0].body if isinstance(body[0], ast.If) else body
     if [getattr(one, "name", None) for one in defined] != [function.__name__]:
         raise ValueError(
-            f"the source of `{function.__name__}` does not begin with `def {function.__name__}`: define it so, and import it "
-            "again if its file has changed"
+            f"the source of `{function.__name__}` does not begin with `def {function.__name__}`: if its file has changed since "
+            f"the import, import it again; otherwise define it with `def {function.__name__}`"
         )
     return source
 

@@ -26,7 +26,7 @@ __all__ = ["Demand", "Free", "Placement", "Unplaced", "place", "place_near"]
 
 
 _STEPS = 20_000
-"""Steps that a search may take before a gang is refused."""
+"""Steps after which a search gives up, as if there were no placement."""
 _Request = tuple[object, ...]
 """The request of a task without its name. Tasks with equal requests fit on the same nodes."""
 _UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
@@ -49,7 +49,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     near: tuple[TopologyRequest, ...] = ()
     """The topology requests of the task. ``place_near`` satisfies them, and ``place`` ignores them."""
     spread: str | None = None
-    """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any task."""
+    """Tasks with the same value (those of one world) need different nodes; ``None`` lets a task share a node with any task."""
 
 
 class Free(Struct, frozen=True, kw_only=True):

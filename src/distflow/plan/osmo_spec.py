@@ -51,9 +51,9 @@ _LEFT_OUT: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Keys without a counterpart in OSMO, each with its warning and the hint."""
-_OF_GROUP = ("timeout", "retry", "shared", "elastic", "stop_on_missing_ranks")
-_CONVERTED_OF_GROUP = ("launcher", "framework", "debug", "strategy")
-_CONVERTED_OF_TASK = ("launcher", "ranks", "replicas")
+_LEFT_OUT_IN_GROUP = ("timeout", "retry", "shared", "elastic", "stop_on_missing_ranks")
+_CONVERTED_IN_GROUP = ("launcher", "framework", "debug", "strategy")
+_CONVERTED_IN_TASK = ("launcher", "ranks", "replicas")
 _RANK_TOKEN = re.compile(r"\{\{[ \t]*(" + "|".join(RANK_TOKENS) + r")[ \t]*\}\}")
 _SPACED = re.compile(r"\{\{[ \t]*(uuid|workflow_id|output|(?:input|host)[ \t]*:[ \t]*[A-Za-z0-9_-]+)[ \t]*\}\}")
 _NOT_A_TOKEN = re.compile(r"\{\{(?!(?:uuid|workflow_id|output|(?:input|host):[A-Za-z0-9_-]+)\}\})|\{[%#]")
@@ -206,7 +206,8 @@ class _Conversion:
         *,
         is_written_again: bool = False,
     ) -> None:
-        # A document that is written again contains variables as text: the parsed value of `on` would be written as `true`.
+        # When the document is written again, values of `environment` are strings. Otherwise, a value `on`, which YAML parses as
+        # a Boolean, would be written as `true`.
         self._is_written_again = is_written_again
         self._spec, self._worlds, self._document, self._notes = spec, worlds, document, notes
         self._tasks = [(group, task) for group in spec.groups for task in group.tasks]
@@ -234,8 +235,8 @@ class _Conversion:
 
     def _group(self, raw: Mapping[str, Any], number: int) -> dict[str, Any]:
         group = self._spec.groups[number]
-        found = self._without(raw, _OF_GROUP, group.name)
-        found = {key: value for key, value in found.items() if key not in _CONVERTED_OF_GROUP}
+        found = self._without(raw, _LEFT_OUT_IN_GROUP, group.name)
+        found = {key: value for key, value in found.items() if key not in _CONVERTED_IN_GROUP}
         if group.name in self._worlds and group.ignore_nonlead_status is None and len(group.tasks) > 1:
             # `false` is distflow's default for a world. With OSMO's default, tasks would wait for the ranks of a failed task.
             tasks = found.pop("tasks")
@@ -254,7 +255,7 @@ class _Conversion:
 
     def _task(self, raw: Mapping[str, Any], group: GroupSpec, task: TaskSpec, path: Path) -> dict[str, Any]:
         found = self._without(raw, ("output_dir",), task.name)
-        found = {key: value for key, value in found.items() if key not in _CONVERTED_OF_TASK}
+        found = {key: value for key, value in found.items() if key not in _CONVERTED_IN_TASK}
         if task.image is None:
             self._notes.add("OSMO requires an `image`", "add it to the task", task.name)
         world = self._worlds.get(group.name)
@@ -345,7 +346,7 @@ class _Conversion:
             if re.search("@@(IFNAME|GPU_IDS|NODE)@@", value):
                 if is_used:
                     self._notes.add(f"OSMO does not set the variable `{name}`", name=task.name)
-            elif is_used or ((needs_rank_variables or name in DEBUG_VARIABLES) and name not in _ONLY_HERE):
+            elif is_used or ((needs_rank_variables or name in DEBUG_VARIABLES) and name not in _NOT_OF_A_WORLD):
                 found[name] = value
         return found
 
@@ -423,7 +424,10 @@ _TOKENS = MappingProxyType(
 
 
 def _knows_addresses(group: GroupSpec) -> bool:
-    """Return whether a text of a group contains the address of a task. If so, its tasks need no variables of ranks."""
+    """Return whether a text of a group contains the address of a task.
+
+    If the spec also passes the ranks itself, its tasks need no variables of ranks.
+    """
     return any("{{host:" in text.replace(" ", "") for task in group.tasks for text in _texts(task))
 
 
@@ -432,7 +436,7 @@ def _texts(task: TaskSpec) -> list[str]:
     return texts + [file.contents.value for file in task.files if file.contents is not None]
 
 
-_ONLY_HERE = frozenset(
+_NOT_OF_A_WORLD = frozenset(
     {
         "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "DISTFLOW_WORKFLOW_ID", "DISTFLOW_GROUP", "DISTFLOW_TASK", "DISTFLOW_RETRY_ID",
         "DISTFLOW_OUTPUT",

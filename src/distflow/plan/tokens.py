@@ -89,10 +89,10 @@ def place_of(path: str, in_work: Container[str] = ()) -> str:
 def paths_in_work(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[str, str]]) -> dict[str, bool]:
     """Return the absolute paths that are in ``work``, and whether each is a directory.
 
-    These are the relative paths of ``injected``, with ``/`` before them, and its absolute paths whose relative form is used in
-    a text. A path that is injected in both forms is left out. ``injected`` has each path and whether it is a directory.
-    ``texts`` has the texts of the task, each with the path of its file or ``""``. The path of a file in its own text does not
-    count.
+    These are the relative paths in ``injected``, with a leading ``/``, and the absolute paths in ``injected`` whose relative
+    form is used in a text. A path that is injected in both forms is left out. ``injected`` has each path and whether it is a
+    directory. ``texts`` has the texts of the task, each with the path of its file or ``""``. If the text of a file contains the
+    file's own path, that does not count as a use.
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}

@@ -26,7 +26,7 @@ _MOST_SLOTS = 999_999
 _MOST_PROBLEMS = 50
 _MOST_IF_NOT_HOSTFILE = 2
 """The maximum number of findings that are shown for a file that does not look like a hostfile."""
-_PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<count>.*))?")
+_ADDRESS = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<count>.*))?")
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 
 
@@ -107,12 +107,12 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         else:
             given[key] = int(value)
 
-    place = _PLACE.fullmatch(words[0])
-    host, hint = _host_name(place.group("host") if place else words[0], words[0])
+    address = _ADDRESS.fullmatch(words[0])
+    host, hint = _host_name(address.group("host") if address else words[0], words[0])
     if host is None:
         add(f"`{words[0]}` is not a host", hint)
-    elif place is not None and place.group("count") is not None:
-        count("slots", place.group("count"), words[0])
+    elif address is not None and address.group("count") is not None:
+        count("slots", address.group("count"), words[0])
     if len(python) > 1 or not all(map(is_program, python)):
         add(f"`python={' python='.join(python)}` is not a single path or name", "write `python=/opt/venv/bin/python` once")
     for word in others:
@@ -125,7 +125,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "set `slots` to the number of GPUs")
     if host is None or problems:
         return None, problems
-    user = place.group("user") if place else None
+    user = address.group("user") if address else None
     return Host(host=host, user=user, slots=given.get("slots"), python=next(iter(python), None), where=where), problems
 
 
@@ -241,7 +241,7 @@ def choose_pool(
     if base is not None:
         return replace(pool, nodes=nodes_of(hosts, base, pool.nodes))
     if given:
-        hint = f"name a pool with `backend: ssh`, or omit --pool to use the pool `{HOSTFILE_POOL}`"
+        hint = f"choose a pool that has `backend: ssh`, or `--pool {HOSTFILE_POOL}`, which uses only the hostfile"
         raise InputError(f"the pool `{name}` cannot use a hostfile, because its machines are not reached over SSH", hint=hint)
     return _bare(hosts)
 

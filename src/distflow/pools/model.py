@@ -154,7 +154,7 @@ class SlurmSettings(Struct, frozen=True, kw_only=True):
     container: Literal["pyxis"] | None = None
     """How Slurm starts images, unless the nodes have a ``container`` runtime; ``None``: Slurm does not start images.
 
-    Exported scripts always use it."""
+    Exported scripts follow this setting even if the nodes have a ``container`` runtime."""
     idle_release_s: float = 600.0
     """The time without tasks and supervisor after which the job ends by itself."""
     platforms: Mapping[str, SlurmPlatform] = field(default_factory=lambda: MappingProxyType({}))

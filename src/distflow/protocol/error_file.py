@@ -1,7 +1,7 @@
 """torch's error file: a process that fails writes its exception into it, for the process that started it.
 
 Its format and the variable are defined by ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` (torch 2.13).
-distflow adds ``rank``, ``pid`` and ``raised_at`` at the top level.
+distflow adds ``rank``, ``pid`` and ``raised_at`` at the top level, and its launcher also adds ``signal``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ErrorReport(NamedTuple):
     raised_at: Optional[float] = None
     """The time of the failure, in seconds since the epoch by the clock of its node.
 
-    If only the second is known, this is the end of that second.
+    If only the whole second is known (torch's ``timestamp``), this is the end of that second.
     """
 
 
@@ -58,7 +58,7 @@ def parse_error_file(content: object) -> Optional[ErrorReport]:
     extra = extra if isinstance(extra, dict) else {}
     callstack = extra.get("py_callstack")
     return ErrorReport(
-        message="" if message is None else str(message),  # torch writes a plain text for a process that was killed
+        message="" if message is None else str(message),  # torch also accepts a plain string as `message`
         callstack=callstack if isinstance(callstack, str) else "",
         rank=_integer(content.get("rank")),
         pid=_integer(content.get("pid")),

@@ -64,7 +64,7 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
         elif kind == "update_dataset":
             found.append(_update(entry, position))
         else:
-            hint = "write the destination of the files in {{output}}, such as `url: s3://bucket/path`"
+            hint = "add a destination for the files in {{output}}, such as `url: s3://bucket/path`"
             entry.add("an entry of `outputs` needs `url`, `dataset` or `update_dataset`", hint)
     return tuple(found)
 

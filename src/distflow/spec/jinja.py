@@ -40,7 +40,7 @@ _JOIN = "_bounded_join"
 class _LineMarks(Extension):
     """Inserts the template's line number, between the two characters of ``delimiters``, before each text and each line break.
 
-    Without a ``delimiters``, it changes nothing.
+    If ``delimiters`` is ``None``, it changes nothing.
     """
 
     def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
@@ -295,7 +295,8 @@ def _rendered(template: str, variables: Mapping[str, Any], delimiters: tuple[str
 def _lines_of(marked: str, delimiters: tuple[str, str], last: int) -> tuple[int, ...]:
     """Return the line of the template for each line of ``marked``.
 
-    This is the line of its first text, else the line of its line break, else the same as for the next line.
+    A line of ``marked`` gets the template line of its first text, or else of its line break, or else the same as the next line
+    of ``marked``.
     """
     strong = re.compile(f"{delimiters[0]}s([0-9]+){delimiters[1]}")
     weak = re.compile(f"{delimiters[0]}w([0-9]+){delimiters[1]}")

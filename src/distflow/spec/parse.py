@@ -27,7 +27,7 @@ from distflow.documents.yaml_parser import parse_yaml
 from distflow.spec.data import Graph, shared_directory, upstream_of
 from distflow.spec.model import GroupSpec, InputSpec, ResourceSpec, Retry, TaskSpec, Timeouts, TopologyRequest, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
-from distflow.spec.references import with_references
+from distflow.spec.references import replace_references
 from distflow.spec.tasks import (
     check_tokens,
     parse_elastic,
@@ -115,7 +115,7 @@ def load_spec_text(
         View(document, (), problems).add(message, hint, key="default-values")
     top = View(document, ("workflow",), problems)
     resources = _parse_resources(top)
-    groups, found = with_references(_parse_groups(top, resources, base_dir), environment_names)
+    groups, found = replace_references(_parse_groups(top, resources, base_dir), environment_names)
     problems += found
     spec = WorkflowSpec(
         name=top.string("name") or "",

@@ -18,7 +18,7 @@ from distflow.documents.problems import Problem
 from distflow.spec.model import GroupSpec, TaskSpec
 from distflow.structs import replace
 
-__all__ = ["expand", "with_references"]
+__all__ = ["expand", "replace_references"]
 
 _REFERENCE = re.compile(r"(\$+)\(([^)]*)\)")
 
@@ -36,8 +36,12 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return _REFERENCE.sub(value, text)
 
 
-def with_references(groups: Sequence[GroupSpec], set_names: Sequence[str]) -> tuple[tuple[GroupSpec, ...], tuple[Problem, ...]]:
-    """Return the groups with references to known variables replaced, and a finding for each reference to a secret.
+def replace_references(
+    groups: Sequence[GroupSpec], set_names: Sequence[str]
+) -> tuple[tuple[GroupSpec, ...], tuple[Problem, ...]]:
+    """Replace references to known variables in the groups.
+
+    Returns the new groups, and a finding for each reference to a secret.
 
     ``set_names`` are the variables of ``--set-env``. Their values and those of credentials are secrets, which a command never
     contains.

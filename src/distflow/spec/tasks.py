@@ -297,7 +297,7 @@ _NCCL = (
     "SOCKET_RETRY_CNT", "SOCKET_RETRY_SLEEP_MSEC", "SYM_GIN_KERNELS_ENABLE", "TOPO_DUMP_FILE", "TOPO_DUMP_FILE_RANK",
     "TOPO_FILE", "TREE_THRESHOLD", "TUNER_PLUGIN", "UID_STAGGER_RATE", "UID_STAGGER_THRESHOLD", "WIN_ENABLE",
 )  # fmt: skip
-"""Names after ``NCCL_``: variables in NCCL's manual, and former names of torch's variables, which torch still reads."""
+"""Names of variables without the prefix ``NCCL_``: those in NCCL's manual, and former names of torch's own, which it reads."""
 _TORCH_NCCL = (
     "ASYNC_ERROR_HANDLING", "AVOID_RECORD_STREAMS", "BLOCKING_WAIT", "DEBUG_INFO_TEMP_FILE", "DESYNC_DEBUG",
     "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "ENABLE_TIMING", "HEARTBEAT_TIMEOUT_SEC", "TRACE_BUFFER_SIZE", "TRACE_CPP_STACK",

@@ -43,7 +43,7 @@ class PathRecord:
         hasher = hashlib.sha256(b"%d\n" % _FORMAT)
         for name, info in entries:
             known = [info.st_mode]
-            if not stat.S_ISDIR(info.st_mode):  # entries that are not sent also change the times of their directory
+            if not stat.S_ISDIR(info.st_mode):  # ignore the times of directories, because excluded files change them, too
                 known += [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, info.st_dev]
                 newest = max(newest, info.st_ctime)
             hasher.update(os.fsencode(name) + b"\0" + repr(known).encode())

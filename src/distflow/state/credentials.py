@@ -1,6 +1,6 @@
 """This user's credentials: named sets of secrets, each in one file of mode 0600, in a directory of mode 0700.
 
-Callers find a credential by its name (``find``), by the profile of a storage URL (``for_data``) or by a registry
+Callers find a credential by its name (``find``), by a URL profile such as ``s3://bucket`` (``for_data``) or by a registry
 (``for_registry``). This module reveals values only to check them, to return and compare profiles, to write the file, and for
 the fields of ``storage.credentials.Credentials`` that are not secret. It does not print, log or quote any value.
 """
@@ -48,7 +48,7 @@ class CredentialType(str, Enum):
     REGISTRY = "REGISTRY"
     """For images of one registry."""
     DATA = "DATA"
-    """For data at storage URLs of one profile, such as ``s3://bucket``."""
+    """For data at storage URLs of one URL profile, such as ``s3://bucket``."""
 
 
 _REQUIRED: Mapping[CredentialType, tuple[str, ...]] = MappingProxyType(
@@ -176,8 +176,8 @@ class CredentialStore:
     def set(self, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
         """Store a credential, and return it in its stored form.
 
-        A DATA or REGISTRY credential replaces the existing credential of its type with the same profile. Raises ``InputError``
-        if another credential has the name, or if the name or the payload is not valid.
+        A DATA or REGISTRY credential replaces the existing credential of its type for the same URL profile or registry. Raises
+        ``InputError`` if another credential has the name, or if the name or the payload is not valid.
         """
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
             hint = (
@@ -257,7 +257,7 @@ _STYLES: dict[str, Literal["virtual", "path", "auto"]] = {"virtual": "virtual", 
 
 
 def data_credentials(folder: Path) -> CredentialsFor:
-    """Return a function that finds the credentials for a URL's profile in ``folder``, which it reads each time."""
+    """Return a function that finds the credentials for a URL profile in ``folder``, which it reads each time."""
 
     def find(profile: str) -> Credentials | None:
         payload = CredentialStore(folder).for_data(profile)

@@ -82,7 +82,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     rank_signal: int | None = None
     """The signal that ended the first failed rank, if a launcher reports it; the command then has an exit code."""
     clock: Clock | None = None
-    """The measured offset of the node's clock, and so the uncertainty of ``at``; ``None`` if it was not measured."""
+    """The measured offset of the node's clock, by which ``at`` was corrected, with its uncertainty; ``None``: not measured."""
     rivals: tuple[str, ...] = ()
     """Tasks that also failed by themselves, so close in time that the clocks cannot order them."""
     lines: tuple[str, ...] = ()

@@ -105,7 +105,7 @@ class DataKind(str, Enum):
     """The kinds of transfers between distflow and a URL."""
 
     FETCH = "fetch"
-    """An input is fetched, or looked up for its nodes to fetch."""
+    """This machine fetches an input, or only looks it up so that the nodes can fetch it."""
     WRITE = "write"
     """An output is written."""
     STORE = "store"
@@ -190,7 +190,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
 
 
 class UnreachableNodes(Struct, frozen=True, kw_only=True):
-    """For groups that do not fit on the other nodes, even when these are idle: the unreachable nodes."""
+    """The unreachable nodes of a pool, if a group does not fit on the remaining nodes even when those are idle."""
 
     errors: Mapping[str, str]
     """Why each node cannot be reached, by its name."""

@@ -44,7 +44,7 @@ _GOOGLE_S3 = "https://storage.googleapis.com"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The credentials of one profile (``s3://bucket``), with the fields of OSMO's DATA credential."""
+    """The credentials of one URL profile (``s3://bucket``), with the fields of OSMO's DATA credential."""
 
     access_key_id: str
     """The id of the key for ``s3`` and ``gs``; the account for ``az``. A URL of ``azure`` names its account itself."""
@@ -58,7 +58,7 @@ class Credentials:
 
 
 CredentialsFor = Callable[[str], Credentials | None]
-"""Takes a URL's profile and returns its credentials; ``None``: use the environment, files and roles that the driver reads."""
+"""Takes a URL profile and returns its credentials; ``None``: use the environment, files and roles that the driver reads."""
 
 
 def ambient_credentials(profile: str) -> Credentials | None:  # noqa: ARG001  the signature of a ``CredentialsFor``

@@ -383,7 +383,8 @@ def _text(manifest: DatasetManifest) -> str:
 def _not_replaced(old: Sequence[DatasetFile], new: Sequence[DatasetFile]) -> list[DatasetFile]:
     """Return the old files that no new file replaces.
 
-    A new file replaces an old file with the same path, an old file at one of its directories, and all files below its path.
+    A new file replaces an old file with the same path, an old file whose path is one of its parent directories, and all files
+    below its path.
     """
     names = {one.path for one in new}
     folders = {folder for one in new for folder in _folders(one.path)}

@@ -53,7 +53,7 @@ class InputRequest:
 
 
 def pin_version(store: DataStore, request: InputRequest, retries: Retries | None = None) -> InputRequest:
-    """Return the request with the version of its dataset, so that several nodes fetch the same version.
+    """Return the request with the latest version of its dataset, so that several nodes fetch the same version.
 
     A request without a dataset or with a fixed version is returned unchanged. Raises ``StorageError``, and ``NotFound``
     when the dataset has no version.

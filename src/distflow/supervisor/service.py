@@ -59,8 +59,9 @@ class _Logs:
 def main(argv: list[str]) -> int:
     """Take the lock, report when the supervisor runs, and work until there is no unfinished workflow. Return the exit code.
 
-    If another supervisor has the lock, report that and exit. With the argument ``preload``, first load the backends that lines
-    of standard input name, until the line ``start``. Exit if standard input ends before that line.
+    If another supervisor has the lock, report that and exit. With the argument ``preload``, first read lines from standard
+    input and load the backends that they list (separated by commas), until the line is ``start``. Exit if standard input ends
+    before that line.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     LocalTransport.umask = os.umask(0o077)
@@ -152,7 +153,7 @@ def _await_room(directory: StateDirectory) -> bool:
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collection[str]:
     """Work until there is no unfinished workflow. Return the skipped workflows (uuids)."""
     credentials_for = data_credentials(directory.credentials)
-    mirror = Mirror(directory.logs, steady.now)  # the clock of decisions, which compare the logs' times with it
+    mirror = Mirror(directory.logs, steady.now)  # decisions compare the times of the logs with this clock
 
     def open_one(pool: Pool, sink: Sink) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))

@@ -128,7 +128,7 @@ class WorkflowView(Struct, frozen=True, kw_only=True):
 
 
 class LastDecision(Struct, frozen=True, kw_only=True):
-    """The result of one decision that the next one needs in order to skip everything unchanged.
+    """The part of a decision's result that the next decision needs to skip everything unchanged.
 
     Records, views, pools and the mappings of them are replaced, never changed: the same object means that nothing happened.
     """
@@ -156,8 +156,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     alive_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
     """When tasks of running groups last wrote output or sent a heartbeat, by workflow (uuid), group and task.
 
-    It has only groups with ``hang_timeout`` or with ranks that failed unnoticed. Like ``lines``, it is used only when another
-    change or a time makes a decision necessary.
+    It has only groups with ``hang_timeout`` or with ranks that failed unnoticed. Like a change of ``lines``, a change of it
+    alone does not cause a new decision. Another change does, or the time ``wake_at``.
     """
     last_decision: LastDecision = field(default_factory=LastDecision)
     """The previous decision. Without it, the decision takes longer, and may repeat notifications, which the store ignores."""

@@ -38,8 +38,8 @@ _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _LOCAL_CREDENTIALS = (
-    "this machine has no credentials for the URL that distflow sends to nodes; it sends neither files, profiles and roles nor "
-    "SAS tokens (to let nodes transfer the data: distflow credential set NAME --type DATA)"
+    "this machine has no credentials that distflow may send to nodes for this URL: it never sends credential files, AWS "
+    "profiles, roles and SAS tokens (to let nodes transfer the data: distflow credential set NAME --type DATA)"
 )
 
 
@@ -122,7 +122,7 @@ class ThreadedTransfers:
                 with self._slots:
                     outcome = self._copy(command, transfer, halt, reporter)
         except TransferCanceled:
-            outcome = reporter.outcome(error="the transfer was canceled")  # reported only if the supervisor did not cancel it
+            outcome = reporter.outcome(error="the transfer was canceled")  # if by the supervisor, it is not reported: see below
         except DistflowError as error:
             outcome = reporter.outcome(error=": ".join(str(error).split("\n")))
         except OSError as error:

@@ -110,8 +110,8 @@ def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
     The first list has ``file://`` and ``sftp://`` URLs, which are written with this user's permissions and SSH keys, and URLs
     that cannot be parsed. The second list has all others.
     """
-    here: set[str] = set()
-    stores: set[str] = set()
+    with_user_rights: set[str] = set()
+    others: set[str] = set()
     for group in copy.plan.groups:
         for launch in (launch for size in group.sizes for launch in size.launches):
             for url in (
@@ -121,10 +121,10 @@ def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
                 try:
                     goal = parse_url(url.replace("{{workflow_id}}", copy.record.id), writes=True)
                 except InputError:
-                    here.add(url)
+                    with_user_rights.add(url)
                     continue
-                (here if goal.scheme in ("file", "sftp") else stores).add(str(goal))
-    return sorted(here), sorted(stores)
+                (with_user_rights if goal.scheme in ("file", "sftp") else others).add(str(goal))
+    return sorted(with_user_rights), sorted(others)
 
 
 def _check(record: WorkflowRecord, plan: Plan) -> None:

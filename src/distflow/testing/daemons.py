@@ -21,8 +21,8 @@ DAEMON_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
 def free_port(address: str = "127.0.0.1", count: int = 1) -> int:
     """Return the first of ``count`` consecutive ports that are free at ``address`` now. An empty address means all addresses.
 
-    The ports are below the range from which Linux by default takes the ports of outgoing connections, so no connection takes
-    them before the caller listens on them, and above the range of Ray's workers.
+    The ports are above the range of Ray's workers. They are also below Linux's default range for outgoing connections, so no
+    connection takes them before the caller listens on them.
     """
     while True:
         first = secrets.choice(range(20_000, 32_000 - count))

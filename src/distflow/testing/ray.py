@@ -115,7 +115,8 @@ class RayCluster:
         """Start a node that is not running, and wait until it has joined the head.
 
         On a busy machine, a start may exceed Ray's timeout of 30 s, which no setting changes. The node is then started again.
-        Raises ``RuntimeError`` after three starts that ended, and ``TimeoutError`` if a running node does not join within 90 s.
+        Raises ``RuntimeError`` if Ray exits before it has joined in each of three starts, and ``TimeoutError`` if a running
+        node does not join within 90 s.
         """
         for attempt in range(_MAX_STARTS):
             self._launch(node)

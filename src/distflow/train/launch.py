@@ -1,8 +1,11 @@
 """Start the ranks of one machine: ``python -m distflow.train.launch --offset 8 --size 8 --world_size 16 train.py …``.
 
 Every machine of a world runs this, with its own offset. Under distflow the flags can be left out: a task's variables say
-the same. The exit code is that of the rank that failed first (128 + the signal's number when a signal ended it). If none
-failed, it is 0 if all ranks exited with 0, else 143 (stopped; Ctrl-C: 130, SIGHUP: 129, SIGQUIT: 131). Wrong arguments: 2.
+the same. Outside of distflow, several machines also need --master-addr and --master-port.
+
+The exit code is that of the rank that failed first (128 + the signal's number when a signal ended it). If no rank failed, it
+is 0 if all ranks exited with 0. Otherwise, the ranks were stopped, and it is 143 (Ctrl-C: 130, SIGHUP: 129, SIGQUIT: 131).
+Wrong arguments: 2.
 """
 
 from __future__ import annotations
@@ -43,8 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--offset", type=int, help="first global rank of this machine (default: DISTFLOW_RANK_OFFSET, else 0)")
     add("--size", type=int, help="number of ranks on this machine (default: DISTFLOW_RANK_SIZE, else 1)")
     add("--world_size", "--world-size", type=int, help="ranks on all machines (default: DISTFLOW_WORLD_SIZE, else offset+size)")
-    add("--master-addr", "--master_addr", help="address of the machine with rank 0 (default: MASTER_ADDR, else this machine)")
-    add("--master-port", "--master_port", type=int, help="port of rank 0's store (default: MASTER_PORT, else a free one)")
+    add(
+        "--master-addr", "--master_addr",
+        help="address of the machine with rank 0 (default: MASTER_ADDR, else this machine if it has all ranks)",
+    )  # fmt: skip
+    add(
+        "--master-port", "--master_port", type=int,
+        help="port of rank 0's store (default: MASTER_PORT, else a free one if this machine has all ranks)",
+    )  # fmt: skip
     add("--max-restarts", "--max_restarts", type=int, help="restarts of all ranks after failures (one machine only)")
     add("--stop-grace", dest="stop_grace_s", type=float, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
     add("--failure-grace", dest="failure_grace_s", type=float, metavar="S", help="the same, after a rank failed (default: 3)")

@@ -104,8 +104,8 @@ class MemoryGuard:
         self.count += self.skipped
         if self._in_a_row > self._limit:
             raise OutOfMemory(
-                f"some rank ran out of memory in {self._in_a_row} steps in a row: use smaller batches, more accumulation, or "
-                "activation checkpointing"
+                f"some rank ran out of memory in {self._in_a_row} steps in a row: use smaller batches, more gradient "
+                "accumulation steps, or activation checkpointing"
             ) from error
         return error is not None
 

@@ -97,10 +97,10 @@ def test_amounts_are_powers_of_1024(written: str | float, count: int) -> None:
         ("30gi", "use one of"),
         ("-30Gi", "is negative"),
         (-1, "is negative"),
-        (True, "is not an amount"),
-        ("", "is not an amount"),
-        ("30 Gi", "is not an amount"),
-        ("Gi", "is not an amount"),
+        (True, "is not a number of bytes"),
+        ("", "is not a number of bytes"),
+        ("30 Gi", "is not a number of bytes"),
+        ("Gi", "is not a number of bytes"),
     ],
 )
 def test_an_invalid_amount_is_refused_with_advice(written: str | float, words: str) -> None:

@@ -31,7 +31,7 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
-    assert "this is a directory, not a file" in error_of(tmp_path)
+    assert "this is a directory, not a regular file" in error_of(tmp_path)
 
 
 def test_a_path_below_a_file_cannot_be_read(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_directories_and_binary_huge_or_missing_files_are_refused(tmp_path: Path
     for name, words in (
         ("binary", "binary data .*\n.*name a hostfile"),
         ("huge", "too large: 2 MiB, and the maximum is 1 MiB\n    name a hostfile"),
-        ("", "a directory, not a file\n    name a hostfile$"),
+        ("", "a directory, not a regular file\n    name a hostfile$"),
         ("none", "does not exist"),
     ):
         with pytest.raises(ProblemsFound, match=words):

@@ -312,7 +312,7 @@ pools:
         "distflow.yaml:6: error: `pools.a.ping` must be more than 0",
         "distflow.yaml:7: error: `pools.a.stop_grace`: `5x` is not a duration",
         "distflow.yaml:8: error: unknown key `gpu` in `pools.a.defaults`\n    did you mean `gpus`?",
-        "distflow.yaml:8: error: `pools.a.defaults.memory`: `lots` is not an amount",
+        "distflow.yaml:8: error: `pools.a.defaults.memory`: `lots` is not a number of bytes",
         "distflow.yaml:9: error: `3x` is not a valid name here",
         "distflow.yaml:12: error: unknown key `prt` in `pools.b.nodes[0]`\n    did you mean `port`?",
         "distflow.yaml:12: error: the node `x` is given twice",

@@ -730,7 +730,7 @@ def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
 
 
 def _was_terminated(end: Mapping[str, Any]) -> bool:
-    """Return whether ``SIGTERM`` ended a task: its processes or its keeper, which then stops it."""
+    """Return whether ``SIGTERM`` ended a task. Its processes got the signal, or its keeper, which then stopped the task."""
     is_stopped = EndReason.of(end.get("reason", EndReason.EXITED)) is EndReason.STOPPED
     return is_stopped or code_of(end.get("exit_code"), end.get("signal")) == 128 + signal.SIGTERM
 

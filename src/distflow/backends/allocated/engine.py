@@ -98,7 +98,10 @@ class AllocationRequest(Struct, frozen=True, kw_only=True):
     time_limit_s: float | None = None
     """The longest time that the group may need its nodes, including ``margin_s``; ``None``: the limit of the pool."""
     margin_s: float = 0.0
-    """The part of ``time_limit_s`` for preparation and outputs. An engine may reduce both by the same amount."""
+    """The part of ``time_limit_s`` for preparation and outputs.
+
+    An engine may reduce ``time_limit_s`` and ``margin_s`` by the same amount, so that the time for the tasks stays the same.
+    """
     priority: str = "NORMAL"
     """The priority of its workflow: ``HIGH``, ``NORMAL`` or ``LOW``."""
 
@@ -205,8 +208,8 @@ class Engine(Protocol):
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
         """End allocations, waiting or granted. It is not an error if an allocation has ended already.
 
-        ``exit_codes``: id → exit code of a gang that ended by itself, which Slurm's accounting shows if it can. Slurm
-        shows other allocations as canceled, and other engines ignore the exit codes.
+        ``exit_codes``: id → exit code of a gang that ended by itself. Slurm's accounting shows it if the job's resident program
+        answers, and shows other allocations as canceled. Other engines ignore the exit codes.
         """
         ...
 

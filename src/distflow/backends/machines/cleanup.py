@@ -276,7 +276,7 @@ def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAtt
     if pid is not None and (type(pid) is not int or pid < 1):
         raise ValueError(f"the process id of {name} is not a positive integer")
     if started_at is not None and type(started_at) not in (int, float):
-        raise ValueError(f"the start of {name} is not a time")
+        raise ValueError(f"the start time of {name} is not a number")
     phase, directory = _text(one, "phase"), _text(one, "directory")
     return FoundAttempt(name=name, phase=phase, pid=pid, started_at=_local_time(started_at, clock), directory=directory)
 

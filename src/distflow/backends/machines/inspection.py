@@ -42,7 +42,7 @@ class Holders(Struct, frozen=True, kw_only=True):
 
     holders: tuple[Holder, ...] = ()
     foreign: tuple[tuple[int, str], ...] = ()
-    """Processes on GPUs that are not leased: the GPU, and a description of the process."""
+    """Processes on unleased GPUs: the GPU's index, and a description of the process."""
     error: str = ""
 
 
@@ -74,7 +74,10 @@ class InspectedTask(Struct, frozen=True, kw_only=True):
 
 
 class TaskStacks(Struct, frozen=True, kw_only=True):
-    """The state of one task, as its node reported it (``docs/agent-protocol.md``, ``stacks``), or why it is unknown."""
+    """The stacks, collectives and heartbeat age of one task, as its node reported them, or why they are unknown.
+
+    ``docs/agent-protocol.md`` describes the operation ``stacks``.
+    """
 
     task: InspectedTask
     """The task that was inspected."""
@@ -84,7 +87,7 @@ class TaskStacks(Struct, frozen=True, kw_only=True):
 
 
 def collect_stacks(pool: Pool, tasks: Sequence[InspectedTask]) -> tuple[TaskStacks, ...]:
-    """Return the state of each task, in order. Errors of nodes are in the result, and never raised."""
+    """Return the stacks of each task, in order. Errors of nodes are in the result, and never raised."""
     by_node: dict[str, list[InspectedTask]] = {}
     for one in tasks:
         by_node.setdefault(one.node.name, []).append(one)

@@ -212,7 +212,7 @@ def _write(fd: int, data: bytes) -> None:
         raise
 
 
-class _Prefixed:
+class _PrefixedOutput:
     """Prints the output of several tasks in whole lines, each with its task's name as a prefix."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class _Prefixed:
 
 def _run_on_all(tasks: Sequence[RunningTask], argv: Sequence[str], connect_timeout: int) -> int:
     """Run the command alongside every task, and return the highest exit code. Raises the first error, and prints the others."""
-    shown = _Prefixed()
+    shown = _PrefixedOutput()
 
     def show_output(number: int, is_error: bool, data: bytes) -> None:
         shown.add(number, tasks[number].task, is_error, data)

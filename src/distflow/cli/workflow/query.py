@@ -97,7 +97,7 @@ def query_document(client: Client, record: WorkflowRecord, *, verbose: bool = Fa
 
 
 def _remedies(client: Client, record: WorkflowRecord) -> Mapping[str, str]:
-    """Return the remedy for the failure of each group, if `diagnose` has more information than the exception."""
+    """Return the remedy for the failure of each group, if `diagnose` finds more than the exception in the first cause."""
     if not any(group.state is State.FAILED and group.cause is not None for group in record.groups):
         return {}
     from distflow.cli.render.failures import remedies_of

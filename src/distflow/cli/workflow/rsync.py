@@ -217,7 +217,7 @@ def stop(
 
 
 def split_local(pair: str) -> tuple[str, str]:
-    """Return the paths of LOCAL:REMOTE in rsync's syntax. Raises ``InputError``, also if LOCAL does not exist."""
+    """Return the paths of LOCAL:REMOTE in rsync's syntax. Raises ``InputError`` if one is missing or LOCAL does not exist."""
     local, remote = split_pair(pair, "LOCAL:REMOTE")
     if not os.path.lexists(local):
         raise InputError(f"`{local}` does not exist on this machine")

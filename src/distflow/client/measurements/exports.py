@@ -99,7 +99,7 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
         ) from error
     except OSError as error:
         raise InputError(
-            f"wandb cannot write the runs: {error}", hint="free space, or name another directory with WANDB_DIR"
+            f"wandb cannot write the runs: {error}", hint="free some disk space, or set WANDB_DIR to another directory"
         ) from error
 
 

@@ -106,7 +106,7 @@ def _post(url: str, body: dict[str, Any]) -> None:
         login = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
         headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
         url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    # A proxy would receive a request to this machine, and the secret in its URL, without encryption.
+    # Loopback addresses need no proxy: it would receive the request, with the secret in its URL, unencrypted.
     proxies = urllib.request.ProxyHandler({} if is_loopback(host) else None)
     opener = urllib.request.build_opener(_NoRedirects, proxies)
     try:

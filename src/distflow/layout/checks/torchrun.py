@@ -246,7 +246,10 @@ class _Nodes:
         return problems
 
     def nnodes_problems(self, regroup_hint: str, *, drawn: bool) -> list[Problem]:
-        """Return a problem for each line whose number of nodes differs from the number of tasks; one if a task is missing."""
+        """Return a problem for each line whose number of nodes differs from the number of tasks.
+
+        If a task is missing, return only one problem.
+        """
         claims = [(i, claim) for i, member in enumerate(self.members) if (claim := member.flags.get("nnodes"))]
         wrong = [(i, claim) for i, claim in claims if self.nnodes[i] not in (None, self.count)]
         if not wrong:
@@ -288,13 +291,13 @@ class _Nodes:
 
     def _drawing(self, marked: Sequence[int]) -> str:
         sizes = dict(zip(reversed(self.node_ranks), reversed(self.sizes), strict=True))
-        usual = max(self.sizes)
+        largest = max(self.sizes)  # also the size with which node ranks without a task are drawn
         nodes = max([*self.node_ranks, (self.agreed or self.count) - 1]) + 1
         held = sorted(sizes)
-        unusual = [0, *accumulate(sizes[rank] - usual for rank in held)]
+        corrections = [0, *accumulate(sizes[rank] - largest for rank in held)]
 
         def offset(rank: int) -> int:
-            return rank * usual + unusual[bisect_left(held, rank)]
+            return rank * largest + corrections[bisect_left(held, rank)]
 
         bars = [
             bar(

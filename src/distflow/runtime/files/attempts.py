@@ -307,7 +307,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             directory=directory,
             dir_fd=dir_fd,
             log=append(log_files.LOG),
-            stamps=append(log_files.INDEX),
+            output_index=append(log_files.INDEX),
             errors=append("pair.log"),
             record=keep(records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)),
             state=keep(records.allocate(dir_fd, records.STATE, records.STATE_BYTES)),

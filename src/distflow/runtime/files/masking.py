@@ -53,7 +53,7 @@ class Mask:
         return merged
 
     def partial_start(self, data: bytes) -> int:
-        """Return the offset from which the end of ``data`` may be the beginning of a secret; the length of ``data`` if none."""
+        """Return the offset of an incomplete secret with which ``data`` may end; the length of ``data`` if there is none."""
         first = len(data)
         for pattern in self._patterns:
             # If data ends with the whole pattern, ``find`` has found it.

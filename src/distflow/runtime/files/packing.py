@@ -201,7 +201,7 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
 
 
 def _record_packed(directory: str, packed: Json) -> None:
-    # The temporary file has a unique name, because the sender of a broken connection may be writing the same record.
+    # The temporary file has a unique name, because a sender whose connection broke may still be writing the same record.
     fd, new = tempfile.mkstemp(prefix=_PACKED + ".", dir=directory)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(packed, file)

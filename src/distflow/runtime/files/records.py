@@ -149,7 +149,10 @@ def _checked_state(state: Json) -> Json:
 
 
 def _read(directory: str, name: str) -> bytes:
-    """Return a record's bytes; of a record that is too large, one byte more than is accepted. Opening a FIFO does not block."""
+    """Return a record's bytes, at most ``MAX_BYTES + 1``, so that the decoder rejects a record that is too large.
+
+    Opening a FIFO does not block.
+    """
     fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb", buffering=0) as file:
         return file.read(MAX_BYTES + 1) or b""  # None for a FIFO that a process has open for writing
@@ -267,8 +270,8 @@ def stop_reason(state: Json) -> Optional[EndReason]:
 def write_end(dir_fd: int, record_fd: int, end: Json) -> int:
     """Write the record into its allocated space and give it its name. A negative ``record_fd`` finds or allocates space.
 
-    Readers see the record at once. The caller must sync the returned descriptor after it has reported the end, because a disk
-    may be slow. If the power fails in between, the attempt counts as ended by the reboot.
+    Readers see the record at once. The caller must report the end first, and then sync the returned descriptor, so that a slow
+    disk does not delay the report. If the power fails in between, the attempt counts as ended by the reboot.
     """
     data = json.dumps(end).encode()
     if record_fd < 0:

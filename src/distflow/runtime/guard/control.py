@@ -149,11 +149,11 @@ class AttemptHandles(NamedTuple):
     """Lock files of the GPUs, of the port, and of the share of CPUs and memory."""
     port_sockets: List[int]
     record: int
-    """The allocated space of ``exit.json``, before the file has that name."""
+    """The file that becomes ``exit.json``. Its space is allocated before the start, for the case of a full disk."""
     state: int
     log: int
-    stamps: int
-    """``output.idx``."""
+    output_index: int
+    """``output.idx``: the time and the rank of each piece of output."""
     errors: int
     """``pair.log``: the standard error of runner and keeper."""
     umask: int
@@ -171,7 +171,7 @@ class AttemptHandles(NamedTuple):
 
     def descriptors(self) -> Set[int]:
         """Return all open descriptors."""
-        single = {self.dir_fd, self.listener, self.record, self.state, self.log, self.stamps, self.errors}
+        single = {self.dir_fd, self.listener, self.record, self.state, self.log, self.output_index, self.errors}
         return single | set(self.locks) | set(self.port_sockets) | ({self.link} if self.link >= 0 else set())
 
     def sign_locks(self, pid: int) -> None:

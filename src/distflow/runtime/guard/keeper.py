@@ -65,7 +65,7 @@ class _Keeper:
         processes.adopt_orphans()
         self._orphaned = not processes.die_with_parent(signal.SIGUSR1, runner)
 
-        self._output = OutputWriter(handles.dir_fd, handles.log, handles.stamps)
+        self._output = OutputWriter(handles.dir_fd, handles.log, handles.output_index)
         self._launch: Optional[Json] = None
         self._command: Optional[command.Spawned] = None
         self._exit: Optional[Json] = None

@@ -97,7 +97,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     spawned = state.get("command") or {}
     command = spawned.get("pid", 0)
     fields: Json = dict(state.get("exit") or {})
-    output = OutputWriter(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
+    output = OutputWriter(handles.dir_fd, handles.log, handles.output_index, int(state.get("lost_output_bytes") or 0))
     output.limit(state.get("max_log"))
     output.add(output_read)
     # The pipes are opened before the ranks end, because a pipe loses its content when no process has it open.

@@ -322,7 +322,7 @@ def _lock_own_file(directory: int, holder: Json) -> int:
     count = "{} file{}".format(number + 1, "s" if number else "")
     raise OpError(
         "busy",
-        "other processes keep {} `claim-{}-*.lock` in the lease directory locked; `lslocks` shows which".format(
+        "other processes hold locks on {} `claim-{}-*.lock` in the lease directory; `lslocks` on the node shows them".format(
             count, os.getuid()
         ),
     )

@@ -195,7 +195,7 @@ def _read_number(path: str) -> Optional[int]:
     """Return the number in a file; in a file of error counts, the number of uncorrected errors."""
     try:
         with open(path, "rb", buffering=0) as file:
-            # The brackets only hide the word from codespell.
+            # `u[e]` matches the key of uncorrected errors. The brackets hide it from codespell.
             match = re.match(rb"(?:u[e]:\s*)?([0-9]{1,18})\b", file.read(256))
     except OSError:
         return None

@@ -5,9 +5,9 @@ the content to a file with the suffix ``.part``, verifies its checksum, and rena
 ``sender`` and ``output_server`` on the node, and ``backends.machines.connection``. A frame's header is ``>IB``: the length and
 the kind of its content (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 
-``Peer`` is that connection: the service's standard input and output. The kernel may notice a broken connection only after
-hours, and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every
-few seconds if it has nothing else to send. The service exits if the submitter sends nothing for ``SILENCE_S``.
+``Peer`` is the service's connection to the submitter: its standard input and output. The kernel may notice a broken connection
+only after hours, and the service would stay on the node until then. The submitter therefore sends an empty line or an empty
+frame every few seconds if it has nothing else to send. The service exits if the submitter sends nothing for ``SILENCE_S``.
 """
 
 from __future__ import annotations

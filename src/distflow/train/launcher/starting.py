@@ -66,7 +66,7 @@ class LaunchSettings:
     world_size: int
     master_addr: str
     master_port: int
-    """0: a free port, and another one after each restart."""
+    """The port of the first start; 0 means a free port. Each restart uses a free port."""
     max_restarts: int = 0
     stop_grace_s: float = 30.0
     failure_grace_s: float = 3.0
@@ -219,7 +219,7 @@ def _run(settings: LaunchSettings, start: _Start) -> int:
     with signal_waiter() as waiter:
         while True:
             outcome = _run_once(settings, start, restarts, waiter)
-            waiter.wait(0)  # read a request that arrived when the last rank ended
+            waiter.wait(0)  # read a stop signal that arrived when the last rank ended
             if outcome.first is None or waiter.signals or restarts == settings.max_restarts:
                 _write_first_failure(outcome)
                 return outcome.exit_code

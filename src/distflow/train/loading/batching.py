@@ -192,8 +192,8 @@ def batch_sizes(
         if global_batch_size % times:
             near = max(1, round(global_batch_size / times)) * times
             raise ValueError(
-                f"global_batch_size={global_batch_size} does not divide evenly over {shares} shares with accumulation "
-                f"{accumulation}: give a multiple of {times}, such as {near}"
+                f"global_batch_size={global_batch_size} does not divide evenly over {shares} data shares (ranks with "
+                f"different samples) with accumulation {accumulation}: give a multiple of {times}, such as {near}"
             )
         per_rank_batch_size = global_batch_size // times
     elif global_batch_size not in (None, per_rank_batch_size * times):

@@ -249,7 +249,7 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
     if points and count <= len(names):
         if wrong := [point for point in points if point not in names[1:]]:
             raise ValueError(
-                f"pipeline: stages 2, 3, … cannot begin at `{wrong[0]}`: choose the split_points from {', '.join(names[1:])}"
+                f"pipeline: no stage after the first can begin at `{wrong[0]}`: choose split_points from {', '.join(names[1:])}"
             )
         cuts = [0, *sorted(names.index(point) for point in points), len(names)]
         parts = [range(first, last) for first, last in pairwise(cuts)]

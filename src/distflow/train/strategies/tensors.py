@@ -46,8 +46,9 @@ _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_valu
 def derive_plan(model: nn.Module) -> dict[str, str]:
     """Return a plan from the names of the model's linear layers.
 
-    It is empty if no module has linear layers with known names, of which exactly one is cut by rows. A matrix that combines
-    several, such as query, key and value, stays whole, and so do its siblings: a cut would mix them.
+    A module's layers are in the plan if their names show that some are cut by columns, and exactly one by rows. The plan is
+    empty without such a module. A matrix that combines several, such as query, key and value, stays whole, and so do its
+    siblings: a cut would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -108,9 +109,9 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
     chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
         raise ValueError(
-            "tensor parallelism: no attention or MLP has separate matrices with known names (q_proj … o_proj, up_proj and "
-            "down_proj, …), of which exactly one is cut by rows (o_proj, down_proj, …); set `plan` of the strategy, such as "
-            "{'blocks.*.attention.q': 'colwise', …}"
+            "tensor parallelism: no attention or MLP has separate matrices with known names: some that are cut by "
+            "columns (q_proj, up_proj, …), and exactly one that is cut by rows (o_proj, down_proj, …); set `plan` of the "
+            "strategy, such as {'blocks.*.attention.q': 'colwise', …}"
         )
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}
@@ -192,8 +193,8 @@ def _divide_sequence(
 
 
 _WITHOUT = (
-    "set `plan` of the strategy without this layer and the layers that are cut together with it (such as q_proj, k_proj, "
-    "v_proj and o_proj, or up_proj and down_proj)"
+    "set the strategy's `plan`, and leave out this layer and the layers that are split together with it (such as q_proj, "
+    "k_proj, v_proj and o_proj, or up_proj and down_proj)"
 )
 
 
@@ -216,15 +217,15 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     if features % ranks:
         raise ValueError(
             f"tensor parallelism: {name} has {features} {what}, which {ranks} ranks cannot share equally: "
-            f"choose a size of `tp` that divides this number, or {_WITHOUT}"
+            f"choose a size of `tp` that divides {features}, or {_WITHOUT}"
         )
     parent = modules[name.rpartition(".")[0]]
     for attribute in _HEADS:
         heads = getattr(parent, attribute, None)
         if isinstance(heads, int) and heads % ranks:
             raise ValueError(
-                f"tensor parallelism: {name}: {attribute} is {heads}, not a multiple of the {ranks} ranks: choose a size of "
-                f"`tp` that divides this number, or {_WITHOUT}"
+                f"tensor parallelism: {name} cannot be split over {ranks} ranks, because {attribute} is {heads}: choose a size "
+                f"of `tp` that divides {heads}, or {_WITHOUT}"
             )
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:

@@ -1,7 +1,7 @@
 """Log in with a key: collect the keys for a host, and try them in the order of ssh.
 
-Keys come from files and from the agent, with their certificates. distflow never asks for a password or passphrase: a key with a
-passphrase works only through the agent, and passwords are never sent.
+Keys come from files and from ssh-agent, with their certificates. distflow never asks for a password or passphrase: a key with a
+passphrase works only through ssh-agent, and passwords are never sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNREADABLE = (paramiko.SSHException, UnknownKeyType, UnsupportedAlgorithm, OSEr
 class _Identity(Struct, frozen=True):
     key: paramiko.PKey
     label: str
-    """Type, fingerprint, and the file or the agent's comment, for messages."""
+    """Type, fingerprint, and the file or ssh-agent's comment, for messages."""
 
 
 class _Keyring(Struct):
@@ -98,7 +98,7 @@ def _try_all(
             if not allowed:
                 return
             was_accepted = True
-            tried.append(f"{identity.label}: accepted, but the host requires more")
+            tried.append(f"{identity.label}: accepted, but the host requires further authentication")
             continue
         except paramiko.BadAuthenticationType as error:
             allowed = error.allowed_types
@@ -158,10 +158,11 @@ def _refusal(
     which = "the key" if count == 1 else f"all {count} keys" if len(tried) == count else f"{len(tried)} of {count} keys"
     takes_keys = not allowed or "publickey" in allowed
     if was_accepted:
-        message = f"{endpoint} accepted a key, but requires more"
+        message = f"{endpoint} accepted a key, but requires further authentication"
     elif tried and hung_up:
-        why = "; perhaps too many keys were tried" if count > 1 else ""
-        message = f"{endpoint} closed the connection after {which}{why}"
+        were = "was" if len(tried) == 1 else "were"
+        why = "; perhaps it allows fewer tries" if count > 1 else ""
+        message = f"{endpoint} closed the connection after {which} {were} tried{why}"
         hints.append(
             "name the right key (`identity_file` of the node, or `IdentityFile`), and set `IdentitiesOnly yes` in ~/.ssh/config"
         )

@@ -123,7 +123,7 @@ def test_the_remedy_never_changes_the_owner_of_a_parent_directory() -> None:
 def test_the_remedy_for_an_unwritable_directory_of_the_user_is_chmod() -> None:
     message, remedy = explain(errno=errno.EACCES, mode="500")
     assert message.endswith("/home/ada/.distflow is not writable (mode 500)")
-    assert remedy.startswith("`chmod u+rwx /home/ada/.distflow` there, or")
+    assert remedy.startswith("run `chmod u+rwx /home/ada/.distflow` on the node, or")
 
 
 def test_a_missing_home_directory_is_explained() -> None:

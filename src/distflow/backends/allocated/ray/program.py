@@ -119,7 +119,8 @@ class ClusterProgram:
                         raise NodeUnreachable(self._login.name, f"the connection broke before {who} answered: {tail}")
                     raise NodeUnreachable(
                         self._login.name, f"`{self._python}` exited without an answer: {tail or 'no message'}",
-                        hint="check that `ray.python` is the interpreter of the Ray cluster, and the memory of that machine",
+                        hint="check that `ray.python` is the interpreter of the Ray cluster, and that its machine has free "
+                        "memory",
                     )  # fmt: skip
                 self._received += data
         finally:

@@ -20,7 +20,7 @@ __all__ = ["JobEnd", "job_end_command"]
 _LONGEST_LOG = 2000
 """Bytes of a job's messages."""
 _EXCESS = "exceeded .*memory limit|out of memory|oom.?kill"
-"""A pattern for Python and for ``grep -E`` that matches Slurm's messages about too much memory. Their case differs."""
+"""A pattern for Python and for ``grep -E`` that matches Slurm's messages about too much memory, if case is ignored."""
 _SCRIPT = r"""
 seconds=3
 for job in "$@"; do

@@ -198,7 +198,7 @@ class _Check:
             yield warning("gpus", self._at, message, f"tasks that request GPUs cannot run; {known}")
 
     def submission(self, platform: str) -> Iterator[Finding]:
-        """Let Slurm check a job of one node, with one GPU if nodes have them, without submitting it."""
+        """Let Slurm check, without submitting it, a job of one node (with one GPU if the nodes have GPUs)."""
         node = NodeRequest(task="check", gpus=int(self._has_gpus.get(platform, False)), platform=platform or None)
         command = sbatch_arguments(self._pool, _request(node), [(node,)])
         done = self._commands.run(

@@ -62,7 +62,10 @@ class PoolMeasurements(Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeMeasurements, ...]
     """In the order of the pool."""
     pairs: tuple[Pair, ...]
-    """The attempts to connect from every node that answered to the training address of every other node that opened a port."""
+    """From each node that answered the check, one attempt to connect to each other node that opened a port.
+
+    The attempts use the training addresses of these nodes.
+    """
     all_reduce: AllReduce | None = None
     """``None`` if it was not requested."""
 

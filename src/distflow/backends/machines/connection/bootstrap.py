@@ -164,7 +164,7 @@ class Compiled: # the importer of the modules in the file
   if not checked and name.startswith("distflow."):
    checked=digest(home)==want
    if checked: return None
-   if os.path.exists(compiled): os.unlink(compiled) # so that the next start checks and requests the archive
+   if os.path.exists(compiled): os.unlink(compiled) # so that the next start checks the sources and requests the archive
    raise RuntimeError("files below "+home+" are damaged; they are replaced at the next connection")
  def create_module(spec): pass
  def exec_module(module):
@@ -478,7 +478,7 @@ _REFUSED = {
     ),
     "writable": (
         "{at} is writable by other users (mode {mode}), who could replace {user}'s programs there",
-        f"`chmod go-w {{at}}` there, or {_OWN_ROOT}",
+        f"run `chmod go-w {{at}}` on the node, or {_OWN_ROOT}",
     ),
     "unmarked": (
         "{at} contains files of other programs, and distflow removes files in this directory",
@@ -525,12 +525,12 @@ def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
         if owner and owner != user:
             remedy = f"ask an administrator to run `chown -R {user} {at}`" if at.startswith(root) else ""
             return f"{what} belongs to {owner} (mode {field('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
-        return f"{what} is not writable (mode {field('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
+        return f"{what} is not writable (mode {field('mode')})", f"run `chmod u+rwx {at}` on the node, or {_OTHER_ROOT}"
     if number == errno.ENOENT:
         return f"distflow's directory {root} cannot be created on this node: {field('text')}", _OTHER_ROOT
     if number in _IN_THE_WAY:
         return f"{field('path') or root} {_IN_THE_WAY[number]}", f"remove it, or {_OTHER_ROOT}"
-    # The stub also raises ImportError, for damaged files of the runtime.
+    # The stub reports damaged files of the runtime as a RuntimeError, so an ImportError is about the standard library.
     if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
         lacking = f"{field('python') or 'its python'} lacks a part of the standard library: {field('text')}"
         return lacking, f"install the missing part, or another Python; {_OTHER_PYTHON}"

@@ -137,8 +137,8 @@ class NodeConnection:
     def release_lease(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
         """Release the lease of an attempt that will not start. If the node does not answer, release it after a reconnection.
 
-        The lease is kept if the attempt is watched by then, because it was requested again. ``waits``: the resources on this
-        node that its gang still waits for.
+        If the attempt was requested again and is watched by then, the lease is kept. ``waits``: the resources on this node that
+        its gang still waits for.
         """
         with self._lock:
             if (link := self._link) is None:
@@ -381,7 +381,7 @@ class NodeConnection:
     def _connect(self, tries: ReconnectBackoff) -> closing[AgentLink]:
         """Start an agent. The caller's ``with`` block closes the link, whose pings would otherwise keep the agent alive.
 
-        Aborts this try if it still runs when the last try before ``node_lost_after`` must begin.
+        If this try still runs when the last try within ``node_lost_after`` must begin, it is aborted.
         """
         abort = None
         if (last_try_in_s := tries.last_try_in_s) is not None:

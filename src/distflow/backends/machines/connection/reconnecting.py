@@ -32,17 +32,17 @@ _JITTER = 0.25
 """Nodes of a large pool often disappear and return together. Jitter spreads their tries."""
 _LAST_TRY_S = 5.0
 _LAST_TRY_PART = 0.25
-"""The last try begins 5 s before the wait ends, or a quarter of the wait if that is shorter. The time is for the login."""
+"""The last try begins 5 s before the wait ends, or a quarter of the wait if that is shorter. This leaves time for the login."""
 _STABLE_S = 10.0
 _HEARTBEATS = 10
 _SHORTEST_HEARTBEAT_S = 0.2
 
 
 def heartbeat_s(ping_s: float, lost_after_s: float) -> float:
-    """Return the interval of heartbeats in seconds.
+    """Return the interval of heartbeats in seconds, at most ``ping_s``.
 
-    It is at most ``ping_s``. A connection counts as broken after about four intervals without an answer. If ``lost_after_s`` is
-    at least 2, this is less than half of that time.
+    A connection counts as broken after about four intervals without an answer. If ``lost_after_s`` (the pool's
+    ``node_lost_after``) is at least 2, these four intervals take less than half of ``lost_after_s``.
 
     >>> heartbeat_s(5.0, 120.0), heartbeat_s(5.0, 10.0)
     (5.0, 1.0)

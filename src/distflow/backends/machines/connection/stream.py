@@ -36,23 +36,35 @@ class _Refusal(msgspec.Struct):
 
 
 class _Line(msgspec.Struct, kw_only=True):
-    """The types of the fields that callers read. Each line is checked against them, because the node is not trusted."""
+    """The types of the fields that services send (see docs/agent-protocol.md).
+
+    Each line is checked against these types, because the node is not trusted.
+    """
 
     error: _Refusal | None = None
+    # receiver and output_server: the number of bytes that the receiving side already has.
     at: _Count = 0
+    # sender, output_server and node_service: SHA-256, size in bytes and number of files of the data.
     hash: str = ""
     size: _Count = 0
     files: _Count = 0
+    # sender: names of files that are not in the archive; the number of packed bytes and of all bytes to pack.
     left_out: list[str] = []
     packing: _Count = 0
     of: _Count = 0
+    # receiver: whether the blob is complete. node_service: the number of transferred bytes.
     done: bool | _Count = 0
+    # node_service: the total number of bytes; the URL, or the dataset with its version; why the supervisor must transfer the
+    # data itself.
     total: _Count = 0
     label: str = ""
     relay: str = ""
+    # output_server: name, size, modified_ns, is_executable and link target of each file; the number of entries that cannot be
+    # sent, such as sockets; the modification time of the file that follows.
     entries: list[tuple[str, _Count, int, bool, str]] = []
     others: _Count = 0
     modified_ns: int = 0
+    # venv_builder: a text about the progress; the tool that built the environment, empty if it already existed; the duration.
     building: str = ""
     built: str = ""
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
