@@ -16,8 +16,8 @@
     │   │   └── BootstrapFailed         3    connected, but distflow's runtime does not start
     │   └── AgentError                  3    the node's agent refused a request, or sent an invalid answer
     ├── StorageError                    3    data at a URL, or local files, could not be read or written
-    │   ├── StorageUnreachable          3    no connection to the store, or it broke
-    │   ├── StorageRefused              3    the store refuses the credentials or the access: retrying does not help
+    │   ├── StorageUnreachable          3    no connection to the storage service, or it broke
+    │   ├── StorageRefused              3    the storage service refuses the credentials or the access: retrying does not help
     │   └── StorageMissing              3    there is no such bucket, object or file
     ├── NotifyError                     3    a notification was not delivered
     ├── SupervisorError                 3    a background process did not start, or an older one did not end
@@ -108,12 +108,13 @@ class NotFound(InputError):
 
 
 class SecretsMissing(InputError):
-    """The secrets of a workflow must be given again, because distflow does not keep their values for other workflows."""
+    """The secrets of a workflow must be given again, because distflow does not use them for another workflow."""
 
     def __init__(self, workflow: str, names: Sequence[str]) -> None:
         """Set the message from the id of the workflow and the ``names`` of the secrets."""
         super().__init__(
-            f"give these secrets of {workflow} again, because they are not kept for other workflows: {', '.join(names)}"
+            f"give these secrets of {workflow} again: {', '.join(names)}. distflow does not use the secrets of a workflow for "
+            "another one"
         )
         self.names = tuple(names)
 
@@ -180,11 +181,11 @@ class StorageError(DistflowError):
 
 
 class StorageUnreachable(StorageError):
-    """No connection to the store could be made, or it broke. Retrying may help."""
+    """No connection to the storage service could be made, or it broke. Retrying may help."""
 
 
 class StorageRefused(StorageError):
-    """The store refuses the credentials or the access; retrying does not help."""
+    """The storage service refuses the credentials or the access; retrying does not help."""
 
 
 class StorageMissing(StorageError):
@@ -227,7 +228,7 @@ class StoreBroken(StateError):
 
 
 class WorkflowEnded(DistflowError):
-    """The workflow ended and did not complete, or a rank of a function did not return a usable value.
+    """The workflow ended and did not complete, or a function on the nodes did not return a usable value on one of its ranks.
 
     ``Workflow.raise_for_status``, the results of functions and ``submit --wait`` raise this, and so does port forwarding to a
     task that has ended.

@@ -242,7 +242,7 @@ def test_hostile_data_ends_the_connection(make: Callable[..., MultiplexedTranspo
     transport = make(ReplacedHub(text + "\nimport time; os.close(1); os.read(0, 1 << 20)"))
     channel = transport.open(["cat"])
     wait_until(lambda: channel._error is not None, what="the connection ended")
-    reason = "unknown kind 99" if "frame(99" in text else ""
+    reason = "unknown message kind 99" if "frame(99" in text else ""
     assert f"login: it sent a malformed message: {reason}" in channel.stderr_tail()
     with pytest.raises(NodeUnreachable, match="malformed"):
         channel.write(b"x")

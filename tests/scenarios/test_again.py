@@ -58,7 +58,7 @@ def test_wrong_arguments_with_a_stored_spec_are_reported(cli: Cli) -> None:
     for arguments, words in (
         (
             ["again-1"],
-            "give these secrets of again-1 again, because they are not kept for other workflows: TOKEN\nuse --set-env TOKEN=…",
+            "of again-1 again: TOKEN. distflow does not use the secrets of a workflow for another one\nuse --set-env TOKEN=…",
         ),
         (["again-1", "--set", "word=third"], "`distflow workflow spec again-1 --template`"),
         (["again-7"], "there is no workflow `again-7`\nsimilar ids: again-1"),

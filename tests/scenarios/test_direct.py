@@ -195,8 +195,8 @@ def test_an_upload_that_the_store_refuses_is_tried_again_through_this_machine_an
     ident = cli.submit(cli.spec(ONE.replace("URL", "s3://b/x")))
     body = cli.await_status(ident, "FAILED")
     assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
-    assert "only: its output cannot be written: s3://b/x: refused: " in body["groups"][0]["message"]
-    assert "through this machine: local: s3://b/x: refused: " in _events(cli, ident)
+    assert "only: its output cannot be written: s3://b/x: the store refused access: " in body["groups"][0]["message"]
+    assert "through this machine: local: s3://b/x: the store refused access: " in _events(cli, ident)
     wait_until(lambda: cli.supervisor() is None, 30)
     found = subprocess.run(["grep", "-rl", "wrong-4711", str(cli.folder)], capture_output=True, text=True, check=False)
     assert found.stdout == ""

@@ -175,7 +175,7 @@ def test_a_node_writes_to_a_store_without_exposing_the_secret_key(
             _set_store_credential(cli, tmp_path_factory.mktemp("fields"), other.url)
             refused = cli.submit(cli.spec(WRITER))
             cli.await_status(refused, "FAILED")
-    assert ": refused: " in cli.run("workflow", "events", refused).out
+    assert ": the store refused access: " in cli.run("workflow", "events", refused).out
     results = [cli.run("workflow", verb, one) for verb in ("query", "events", "logs") for one in (workflow, refused)]
     assert not [one for one in results if has_canary((one.out + one.err).encode())]
     assert {str(path.relative_to(cli.state)) for path in files_with_canary([cli.folder])} == {"credentials/store.json"}

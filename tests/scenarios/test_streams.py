@@ -107,7 +107,7 @@ def test_wait_exits_with_4_when_the_reader_of_the_logs_exits(cli: Cli) -> None:
     assert process.wait(60) == 4
     assert process.stderr is not None
     with process.stderr:
-        assert "w-1 continues to run, but the reader of its logs has exited" in process.stderr.read()
+        assert "w-1 continues to run, but the program that read the logs, such as `head`, has exited" in process.stderr.read()
     assert cli.run("workflow", "cancel", "w-1", "--force", "--wait", "30").code == 0
 
 

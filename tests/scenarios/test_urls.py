@@ -181,7 +181,7 @@ def test_a_failure_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
     cli.environment["AWS_SECRET_ACCESS_KEY"] = "wrong-4711"
     ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
     cli.await_status(ident, "FAILED")
-    assert "s3://b/data/a.txt: refused: " in _message(cli, ident)
+    assert "s3://b/data/a.txt: the store refused access: " in _message(cli, ident)
     found = subprocess.run(["grep", "-rl", "wrong-4711", str(cli.state)], capture_output=True, text=True, check=False)
     assert found.stdout == ""
 

@@ -103,6 +103,28 @@ def test_an_unknown_kind_is_named(mesh: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "shape", "names", "world", "message"),
+    [
+        ("ddp", (1,), ("dp",), 8, "the strategy is for 1 rank, but there are 8: start 1 rank"),
+        ("hybrid", (2, 4), ("fsdp", "tp"), 4, r"the strategy is for 8 ranks \(2 × 4\), but there are 4: start 8 ranks"),
+        ("fsdp", (2,), ("fsdp",), 1, "the strategy is for 2 ranks, but there is 1: start 2 ranks"),
+    ],
+)
+def test_a_strategy_for_another_number_of_ranks_is_refused(
+    kind: str, shape: tuple[int, ...], names: tuple[str, ...], world: int, message: str
+) -> None:
+    strategy = Strategy(kind=kind, shape=shape, names=names)
+    with pytest.raises(ValueError, match=f"{message}, or change the strategy"):
+        resolve_strategy(strategy, world)
+    assert resolve_strategy(strategy, strategy.world_size) == strategy
+
+
+def test_ranks_that_do_not_train_together_may_share_a_strategy_for_one_rank() -> None:
+    strategy = Strategy(kind="none", shape=(1,), names=("dp",))
+    assert resolve_strategy(strategy, 8).world_size == 1
+
+
+@pytest.mark.parametrize(
     "text", ["fsdp", "[]", "{}", '{"kind": "ddp", "mesh": 3}', '{"kind": "dpp", "mesh": {"shape": [2], "names": ["dp"]}}']
 )
 def test_an_invalid_strategy_variable_is_refused(text: str) -> None:

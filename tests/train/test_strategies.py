@@ -275,7 +275,7 @@ def test_the_full_state_dict_is_gathered_on_rank_0(worlds: Worlds) -> None:
         ("ranks", "the strategy is for 5 ranks, but there are 2"),
         ("loss", "parallelize(model, loss=…)"),
         ("trace", "Set split_points"),
-        ("plan", "no attention or MLP has separate matrices with known names"),
+        ("plan", "distflow found no matrices to cut. It looks for an attention or MLP"),
         ("unknown plan", "the plan names 'thrid'"),
         ("fused by name", "c_attn seems to combine several matrices"),
         ("fused by shape", "mixed seems to combine several matrices"),

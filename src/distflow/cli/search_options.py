@@ -133,7 +133,7 @@ def label_selectors(texts: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
         try:
             label_globs(selector)
         except ValueError as error:
-            raise InputError(f"--label `{text}` has an invalid pattern", hint=str(error)) from None
+            raise InputError(f"--label `{text}` has an invalid selector", hint=str(error)) from None
         found.append((key, selector))
     return tuple(found)
 

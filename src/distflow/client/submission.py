@@ -136,8 +136,8 @@ def plan(
     Raises:
         InputError: if the spec is a Python script, if there are too many labels, or if a workflow to submit again gets template
             variables or needs a secret that is not given. Also if the pool cannot use the hosts, if a package for data at URLs
-            or for the backend of the pool is not installed, or if the pool is this machine, whose operating system cannot run
-            tasks.
+            or for the backend of the pool is not installed, or if this operating system cannot run tasks and the pool is
+            this machine.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a file cannot be read, if a host name of ``hosts`` does not exist, or if the
             pool cannot hold a group even when idle. Also if a target of notifications is not valid, or if the rank layout does
@@ -265,8 +265,8 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
 
     """
     # Most callers do not need these modules.
-    from distflow.backends.machines.checks.findings import few
     from distflow.backends.machines.checks.interpreters import find_interpreters
+    from distflow.documents.text import few
 
     pool, requests = planned.pool, [demand for group in planned.plan.groups for demand in demands(group)]
 

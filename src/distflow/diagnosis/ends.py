@@ -55,7 +55,7 @@ HIDDEN = Rule(
     key="exit-code-hidden",
     shows="a task that ended with code 0 although its ranks failed, while others of its world wait",
     cause="a script did not pass on the exit code of its ranks",
-    remedy="Start the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. "
+    remedy="Start the script with `set -e` (and `set -o pipefail`), or make its last command start the ranks: `exec …`. "
     "The task then fails, and the others are stopped at once. If you cannot change the script, set "
     "`stop_on_missing_ranks: true` in the group: distflow then stops it when the others have been silent for 30 s.",
 )
@@ -65,8 +65,8 @@ NO_PROGRAM = Rule(
     cause="the program of a task's command cannot be started on its node",
     remedy="Install the program on the node, or write its absolute path. `setup` of the pool is the place for `module load` "
     "and conda. `python` of the pool or node puts a virtual environment first in PATH. With `image`, the task runs in a "
-    "container that has the program. A script from `files` needs an interpreter in its first line, and a local "
-    "file also needs `chmod +x`; or start it as `bash script.sh`.",
+    "container that has the program. A script from `files` needs an interpreter in its first line (`#!`), and "
+    "`chmod +x` if it is copied from a local file; or start it as `bash script.sh`.",
 )
 NOT_STARTED = Rule(
     key="start-error",

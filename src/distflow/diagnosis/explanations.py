@@ -1,6 +1,6 @@
-"""Describe the details of a cause, from the lines that show it; ``None`` if the lines mean another cause.
+"""Functions that return the details of a cause as text, from the log lines that show it.
 
-All functions are pure: they only read their arguments.
+They return ``None`` if the lines have another cause. All functions are pure: they only read their arguments.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def absent_ranks(group: GroupOutcome, hits: Sequence[Hit]) -> str:
 
 def mesh(group: GroupOutcome, hits: Sequence[Hit]) -> str:
     """Return the number of places in the mesh and the number of ranks."""
-    return f"the mesh has {hits[0].match['mesh']} places, but the world has {_ranks(hits[0].match['world'])}"
+    places = f"{hits[0].match['mesh']} place{'s' * (hits[0].match['mesh'] != '1')}"
+    return f"the mesh has {places}, but the world has {_ranks(hits[0].match['world'])}"
 
 
 def unused(group: GroupOutcome, hits: Sequence[Hit]) -> str:

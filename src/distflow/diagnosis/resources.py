@@ -1,6 +1,6 @@
 """Findings in the use of resources: idle GPUs, slow input, throttling, unequal GPUs, growing memory, GPU errors.
 
-This module does no I/O. They are not failures: a workflow can have them while it runs and after it completed.
+Findings are not failures: a workflow can have them while it runs and after it completed. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -160,7 +160,10 @@ def find_inefficiencies(uses: Sequence[ResourceUse], paces: Sequence[RankPace] =
 
 
 def _recent(use: ResourceUse) -> ResourceUse | None:
-    """Return the last part of a run without its first minute; ``None`` if that part is too short."""
+    """Return the last part of a run, at most half an hour, without the run's first minute.
+
+    ``None`` if that part is too short.
+    """
     times = use.samples.times
     begin = max(times[0] + _WARM_UP_S, times[-1] - _WINDOW_S)
     first = next((position for position, at in enumerate(times) if at >= begin), len(times))

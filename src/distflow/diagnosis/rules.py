@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
         "`init_device_mesh`), or request more ranks. With `strategy:` in the spec this is checked before anything starts.",
         patterns=_any(
             r"Mesh should not be bigger than default world size (?P<world>\d+), but found (?P<mesh>\d+) ranks",
-            r"the strategy is for (?P<mesh>\d+) ranks(?: \([^)]*\))?, but there are (?P<world>\d+)",
+            r"the strategy is for (?P<mesh>\d+) ranks?(?: \([^)]*\))?, but there (?:is|are) (?P<world>\d+)",
         ),
         explain=explanations.mesh,
     ),

@@ -87,7 +87,11 @@ class _Reader:
         """Return the requirements that were read. Raises ``ProblemsFound`` with all findings."""
         if not self.problems and len("".join((*self.lines, *self.constraints)).encode(errors="surrogatepass")) > _LIMIT:
             self.problems.append(
-                Problem(where=Mark(shown), message="the requirements are larger than 1 MiB", hint="remove lines")
+                Problem(
+                    where=Mark(shown),
+                    message="the requirements are larger than 1 MiB",
+                    hint="remove packages that the tasks do not need, or use an image that has the packages",
+                )
             )
         raise_errors(self.problems)
         if not self.lines:

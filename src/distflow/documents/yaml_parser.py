@@ -214,7 +214,9 @@ def _attach(stack: list[_Node], node: _Node, index: int) -> _Node | None:
     parent = stack[-1]
     if parent.kind == "map" and len(parent.keys) == len(parent.items):
         if node.kind != "scalar" or node.raw is None:
-            raise _Refused(index, "a key must be a string", "lists and mappings cannot be keys, and a key cannot be missing")
+            raise _Refused(
+                index, "a key must be a string", "write a string before the colon; quote it if it begins with `{` or `[`"
+            )
         parent.keys.append(node)
     else:
         parent.items.append(node)

@@ -151,7 +151,10 @@ def required_packages(runtime: str, trainer: object | None) -> list[str]:
 
 
 def _literal(text: object) -> str:
-    """Escape templates and references, so that a task gets the text. Tokens such as ``{{output}}`` are still replaced."""
+    """Escape templates (``{{``, ``{%``, ``{#``) and references to variables (``$(NAME)``), so that a task gets the text.
+
+    Tokens such as ``{{output}}`` are still replaced.
+    """
     return re.sub(r"\$(?=\$*\()", "$$", re.sub(r"\{[{%#]", r"{% raw %}\g<0>{% endraw %}", str(text)))
 
 

@@ -30,6 +30,6 @@ class Binding(Struct, frozen=True, kw_only=True):
     port: int | None = None
     """The rendezvous port on the master's node; ``None`` if the group has no world."""
     link_port: int | None = None
-    """The port of the gang link's hub, on the master's node; ``None`` for a group of one task."""
+    """The port of the gang link's hub, on the node of the lead (in a world, the master); ``None`` for a group of one task."""
     leased_at: float = 0.0
     """Seconds since the epoch."""

@@ -185,8 +185,9 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    # Files that a checkpoint may contain must not move to a later attempt (`reusable`), because checkpoints are also copied
-    # after the task has ended. Files that a container could change must not reach tasks outside of it.
+    # Do not move files that a checkpoint may contain to a later attempt (`reusable`): distflow also copies checkpoints after
+    # the task has ended, and the files would then be missing. Files that a container could change must not reach tasks outside
+    # of it.
     is_reusable = not checkpoints and task.image is None
     output_link = f"work/{task.output_dir}" if task.output_dir is not None else None
     outputs = ("output", *([normpath(output_link)] if output_link is not None else []))

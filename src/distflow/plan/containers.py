@@ -24,7 +24,9 @@ _DEFAULT_MOUNTS = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S10
 
 
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
-    """Return the container that distflow starts for a task on a node, with its strings filled in; ``None`` for no container.
+    """Return the container that distflow starts for a task on a node, or ``None`` for no container.
+
+    ``fill`` replaces the placeholders in its strings.
 
     If the node's ``container`` is ``engine``, Slurm or Kubernetes starts the task in its image, and distflow does not.
     """

@@ -208,7 +208,7 @@ class _Group(Struct, frozen=True):
 
     def _require_train_job(self, launches: Sequence[Launch], tasks: Mapping[str, TaskSpec]) -> None:
         """Raise ``ProblemsFound`` or, for a setting of the pool, ``InputError`` if only a JobSet can express the group."""
-        first, or_else = launches[0], "export it with --to kubernetes, which writes a JobSet"
+        first, or_else = launches[0], "export the workflow with --to kubernetes, which writes a JobSet"
         for launch in launches:
             task = tasks[launch.task]
             if not (runs_torchrun(launch.argv) or PurePosixPath(launch.argv[0]).name == "torchrun"):
@@ -217,7 +217,8 @@ class _Group(Struct, frozen=True):
             if task.launcher.max_restarts:
                 raise _refusal(task.launcher.mark, "a TrainJob cannot restart ranks (`max_restarts`)", or_else)
             if launch.exit_actions.reschedule:
-                raise _refusal(task.mark, f"a TrainJob cannot start task {task.name} again after an exit code", or_else)
+                message = f"a TrainJob does not support RESCHEDULE of `exitActions`, which task {task.name} uses"
+                raise _refusal(task.mark, message, f"remove RESCHEDULE, or {or_else}")
             if (launch.ranks and launch.ranks.size) != (first.ranks and first.ranks.size):
                 message = f"all nodes of a TrainJob have the same number of ranks, but task {task.name} has another number"
                 raise _refusal(task.mark, f"{message} than task {first.task}", or_else)

@@ -26,4 +26,4 @@ def images_problem(images: Collection[str | None], group: str) -> tuple[str, str
     """Return why one ``srun`` cannot start the tasks of a group that have these different images, and the remedy."""
     some = f"only some tasks of group `{group}` have an `image`"
     which = some if None in images else f"the tasks of group `{group}` have different images"
-    return f"{which}, but one `srun` starts them", "give all tasks of the group the same `image`"
+    return f"{which}, but one `srun` starts all tasks of the group", "give all tasks of the group the same `image`"

@@ -30,7 +30,8 @@ def parse_ray(pool: View) -> RaySettings:
     if address.startswith("ray://"):
         at = path_text((*ray.path, "address"))
         message = f"`{at}` is an address of Ray Client, which cannot transfer the output and the files of tasks"
-        hint = "set `login` of the pool to a node of the cluster, and remove `address` or write Ray's own address: `HOST:6379`"
+        hint = "set `login` of the pool to a node of the cluster. "
+        hint += "Then remove `address`, or set it to Ray's own address, `HOST:6379`"
         ray.add(message, hint, key="address")
     python = ray.string("python") or pool.string("python") or pool.view("defaults").string("python")
     return RaySettings(

@@ -375,7 +375,8 @@ def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -
 def _one_of(path: KeyPath, value: Any, rule: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return message and hint for a mapping that needs one of two keys.
 
-    The message is empty for values that OSMO accepts, and for a value that is not a mapping, which is reported as a wrong type.
+    The message is empty, which omits the finding, for values that OSMO accepts and for a value that is not a mapping. The
+    latter is reported as a wrong type.
     """
     if not isinstance(value, Mapping):
         return "", ""

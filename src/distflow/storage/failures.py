@@ -123,7 +123,7 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
         return no_credentials(where, text)
     if names & _REFUSED or code in (401, 403):
         hint = f"check the credentials and their permissions; {_KEYS_HINTS[scheme]}" if scheme in _KEYS_HINTS else ""
-        return StorageRefused(f"{where}: refused: {text}", hint=hint)
+        return StorageRefused(f"{where}: the store refused access: {text}", hint=hint)
     if names & _MISSING or code == 404:
         hint = "`distflow data list` shows the existing objects"
         what = {"sftp": "file or directory", "az": "container or object", "azure": "container or object"}

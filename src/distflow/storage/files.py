@@ -63,7 +63,7 @@ def find_sources(
                         raise StorageError(f"{one.path} is named twice", hint="name it once")
                     raise StorageError(
                         f"{found[one.name].path} and {one.path} would both be uploaded as `{one.name}`",
-                        hint="rename one, or upload it to another URL or dataset; the second would replace the first",
+                        hint="the second file would replace the first: rename one, or upload it to another URL or dataset",
                     )
                 found[one.name] = one
     return tuple(found.values())

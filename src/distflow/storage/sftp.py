@@ -154,7 +154,7 @@ class SftpStore:
             client.remove(path)
 
     def check_readable(self, key: str) -> None:
-        """List the objects at the key."""
+        """Check that the objects at the key can be listed."""
         self.find(key)
 
     def check_writable(self, key: str) -> None:

@@ -128,7 +128,10 @@ def output_urls(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
 
 
 def _check(record: WorkflowRecord, plan: Plan) -> None:
-    """Refuse names and ids that would lead to other paths or that contradict one another. Raises ``ValueError``."""
+    """Refuse names and ids that would lead outside of distflow's directories, or that contradict one another.
+
+    Raises ``ValueError``.
+    """
     tasks = [(group, task) for group in record.groups for task in group.attempts]
     launches = [launch for group in plan.groups for size in group.sizes for launch in size.launches]
     names = [record.name, plan.name, *(group.name for group in plan.groups), *(launch.task for launch in launches)]
@@ -157,8 +160,8 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
         planned = {launch.task for launch in plan.group(group.name).launches}
         unplanned = {task.name for task in group.attempts} - planned
         if not group.tasks or unplanned:
-            what = f"tasks that its plan lacks: {', '.join(sorted(unplanned))}" if unplanned else "no tasks"
-            raise ValueError(f"in the group {group.name}, its record has {what}")
+            what = f"tasks that the plan does not have: {', '.join(sorted(unplanned))}" if unplanned else "no tasks"
+            raise ValueError(f"the record of the group {group.name} has {what}")
 
 
 def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:

@@ -72,7 +72,10 @@ class MemoryGuard:
         self._models: list[nn.Module] = []
         """The models in DDP whose calls begin with a vote; in the first step, the models called so far."""
         self._all_calls: RemovableHandle | None = None
-        """The hook on calls of all modules, in each step, until all ranks have completed a step that calls a model in DDP."""
+        """The hook on calls of all modules.
+
+        Each step registers it, until all ranks have completed a step that calls a model in DDP.
+        """
 
     def __enter__(self) -> MemoryGuard:
         """Begin a step."""
@@ -94,7 +97,7 @@ class MemoryGuard:
             self.mine += 1
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self._refuse(error)
+            self._vote_to_skip(error)
         self.skipped = error is not None or not all_ranks(True, group=self._group)
         if is_first_step and not self.skipped:
             self._models = models
@@ -118,7 +121,7 @@ class MemoryGuard:
         if not all_ranks(True, group=self._group):
             raise _SkippedByOthers
 
-    def _refuse(self, error: torch.OutOfMemoryError) -> None:
+    def _vote_to_skip(self, error: torch.OutOfMemoryError) -> None:
         """Vote to skip the step. Raises ``OutOfMemory`` if other ranks do not vote."""
         try:
             all_ranks(False, group=self._group, timeout=self._timeout)

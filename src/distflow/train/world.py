@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before `init`: afterwards, its defaults would keep a process group (see `_leave`)
+
+# Import this before `init`. Its functions evaluate `group=dist.group.WORLD` at import, so a later import would keep a reference
+# to the process group (see `_leave`).
+import torch.distributed.nn
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 

@@ -226,7 +226,7 @@ class MultiplexedChannel:
         elif kind in (hub.CONNECTED, hub.REFUSED):
             self._answer = content[:_SHOWN].decode("utf-8", "replace")
         else:
-            raise ValueError(f"unknown kind {kind}")
+            raise ValueError(f"unknown message kind {kind}")
         if self._is_over:
             self._connection.forget(self._number)
         self._changed.notify_all()

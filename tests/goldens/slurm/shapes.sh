@@ -156,7 +156,7 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr: shapes.yaml:25: warning: this machine has no credential `deploy`
 # stderr:     set it: `distflow credential set deploy --payload-file KEY=FILE`
 # stderr: shapes.yaml:33: warning: only master has a `checkpoint` of `models`, so after a restart worker-0 and worker-1 begin without these files
-# stderr:     write `shared: models` in the group, so that all tasks have the same files: ranks that resume at different steps train wrongly
+# stderr:     write `shared: models` in the group, so that all tasks have the same files, because ranks must resume at the same step
 # stderr: shapes.yaml: warning: `notify` is left out
 # stderr:     Slurm's own option is `#SBATCH --mail-type=END,FAIL`
 # stderr: shapes.yaml: warning: `labels` are left out

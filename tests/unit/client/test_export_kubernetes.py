@@ -234,7 +234,11 @@ def test_all_objects_have_the_labels_of_the_spec(options: list[str], capsys: pyt
     ("change", "group", "message"),
     [
         ({}, {"launcher": "command"}, "error: a TrainJob runs torchrun on each node, but task a does not"),
-        ({"exitActions": {"RESCHEDULE": "3"}}, {}, "a TrainJob cannot start task b again after an exit code"),
+        (
+            {"exitActions": {"RESCHEDULE": "3"}},
+            {},
+            "a TrainJob does not support RESCHEDULE of `exitActions`, which task b uses",
+        ),
         (
             {"ranks": {"size": 4}},
             {},
@@ -326,7 +330,7 @@ def test_large_files_and_options_of_other_targets_are_refused(folder: Path, caps
     assert run(["workflow", "export", big, "--to", "kubernetes"]) == 2
     assert "distflow puts at most 900,000 into a ConfigMap" in capsys.readouterr().err
     assert run(["workflow", "export", big, "--to", "slurm", "--indexed-job"]) == 2
-    assert "--indexed-job is for --to kubernetes" in capsys.readouterr().err
+    assert "`--indexed-job` can only be used with `--to kubernetes`" in capsys.readouterr().err
     (folder / "small.bin").write_bytes(b"\0\1")
     small = spec_of({"name": "a", "files": [{"path": "small.bin", "localpath": "small.bin"}]})
     assert run(["workflow", "export", small, "--to", "kubernetes", "--output", "one.yaml"]) == 0

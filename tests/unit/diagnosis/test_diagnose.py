@@ -86,6 +86,8 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
         ("ImportError: libcudnn.so.9: cannot open shared object file", "module-missing", "libcudnn.so.9"),
         ("MemoryError", "host-memory", "worker on gpu2"),
         ("the strategy is for 8 ranks (2 × 4), but there are 4: start 8", "mesh-too-big", "the mesh has 8 places, but the"),
+        ("the strategy is for 1 rank, but there are 8: start 1 rank", "mesh-too-big", "the mesh has 1 place, but the"),
+        ("the strategy is for 2 ranks, but there is 1: start 2 ranks", "mesh-too-big", "the mesh has 2 places, but the"),
     ],
 )
 def test_a_message_is_recognized_by_its_rule(line: str, key: str, found: str) -> None:

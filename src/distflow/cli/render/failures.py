@@ -330,9 +330,10 @@ def end_text(
 
 
 def _log_option(record: WorkflowRecord, cause: Cause) -> str:
-    """Return the option of `logs` for the rank that failed, if it is known, unique, and not the only rank of its task.
+    """Return the option of `logs` for the rank that failed, or else the option for the task.
 
-    Otherwise, return the option for the task.
+    It is the rank's if exactly one rank is known to have failed, only one task of the workflow has a rank of this number, and
+    that task has other ranks, too.
     """
     if cause.ranks.isdigit():
         held = [held_ranks(task.ranks) for group in record.groups for task in group.tasks]
@@ -356,5 +357,5 @@ def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
         yield f"{'' if number else 'Shown':<7} | {plain(line)}"
     yield f"Remedy  Read its output: distflow workflow logs {record.id} --task {cause.task}{retry}"
     yield f"        Read the timeline: distflow workflow why {record.id}{retry}"
-    yield "        If it happens again, `debug: true` in the group checks collectives, and"
-    yield "        `timeout: {hang_timeout: 10m}` reports a gang that has become silent."
+    yield "        If it happens again, set `debug: true` in the group to check collectives, and"
+    yield "        `timeout: {hang_timeout: 10m}` to get a report when the gang becomes silent."

@@ -55,8 +55,8 @@ def workflow_json(
 
     Additional fields of distflow:
 
-    * names under the keys that all JSON documents have: ``workflow_id``, ``workflow_uuid``, ``group_name``, ``task_name``, and
-      ``node_name`` of ``first_cause``;
+    * the names also under the longer keys that all JSON documents use: ``workflow_id``, ``workflow_uuid``, ``group_name``,
+      ``task_name``, and ``node_name`` of ``first_cause``;
     * workflow: ``outputs_until`` (the time until which `distflow node clean` keeps the output files; null if unknown);
     * workflow, group and task: ``state`` and ``reason``, which together give the ``status``;
     * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (the reason for its wait or its end),

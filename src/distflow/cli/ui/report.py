@@ -100,7 +100,10 @@ def write_error_page(error: DistflowError, path: Path) -> None:
 
 
 def _lines(log: LogPages, workflow: str, remarks: list[str]) -> dict[str, object]:
-    """Return a log without the middle if it is long. A line consists of the number of its source, its time and its text."""
+    """Return a log without the middle if it is long.
+
+    A line consists of the index of its source (task, rank and attempt), its time and its text.
+    """
     sources: dict[tuple[str, int | None, int], int] = {}
 
     def read(position: int) -> tuple[list[tuple[int, float | None, str]], int]:

@@ -57,7 +57,8 @@ def export_workflow(
         typer.Option(
             "--set-env",
             metavar="NAME[=VALUE]",
-            help="For Slurm: require a secret environment variable in every task. Its value is not written.",
+            help="For Slurm: the script expects this secret environment variable in every task. Its value is not written "
+            "to the script.",
         ),
     ] = None,
     pool: Annotated[
@@ -87,7 +88,7 @@ def export_workflow(
     if to is _Target.OSMO and (unused := _unused_option(pool, python, setup, env)):
         raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
     if indexed_job and to is not _Target.KUBERNETES:
-        raise InputError("--indexed-job is for --to kubernetes", hint="omit --indexed-job")
+        raise InputError("`--indexed-job` can only be used with `--to kubernetes`", hint="omit --indexed-job")
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env)
     with open_submit_client() as client:

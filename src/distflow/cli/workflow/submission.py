@@ -258,7 +258,9 @@ def wait_for_end(
         hint = f"{record.id} was canceled before it started, because a retry does not help; {error.hint}"
         raise NodeError(error.node, error.detail, hint=hint) from None
     except BrokenPipeError:
-        raise _OutputClosed(f"{record.id} continues to run, but the reader of its logs has exited") from None
+        raise _OutputClosed(
+            f"{record.id} continues to run, but the program that read the logs, such as `head`, has exited"
+        ) from None
     if on_end is not None:
         on_end(final)
     _print_end(client, final, format_type, fetches=fetches)

@@ -7,7 +7,8 @@ These rules follow OSMO's tutorial and torch's launcher:
 
 * Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1. Programs that get a rank and
   the world size are checked like torchrun's nodes.
-* Tasks that state a world_size or a port state the same one. A stated master address is that of the lead's node.
+* All tasks that set a world_size set the same value, and so do all tasks that set a port. A master address that is set is that
+  of the lead's node.
 * A task with GPUs has no more ranks than GPUs.
 * The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
 """

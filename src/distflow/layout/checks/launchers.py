@@ -171,8 +171,8 @@ def restart_problems(group: GroupSpec, world: WorldLayout | None) -> list[Proble
             message += f" a `checkpoint` of `{path}`, so after a restart {and_list(lacking)} "
             message += "begins without these files" if len(lacking) == 1 else "begin without these files"
             hint = (
-                f"write `shared: {path}` in the group, so that all tasks have the same files: ranks that resume at different "
+                f"write `shared: {path}` in the group, so that all tasks have the same files, because ranks must resume at the "
+                "same step"
             )
-            hint += "steps train wrongly"
             problems.append(Problem(where=one.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint))
     return problems

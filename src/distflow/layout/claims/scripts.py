@@ -146,14 +146,14 @@ def variables_of(task: TaskSpec, commands: Iterable[TaskCommand]) -> dict[str, s
     still_default = {name for name in WORLD_VARIABLES if name not in task.environment}
     for command in commands:
         for name, word in command.parsed.assignments if command.expands else ():
-            name, value = word.value_of(name, known)  # noqa: PLW2901  arrays have a name of their own
-            if value is None and name == "MASTER_ADDR":
+            variable, value = word.value_of(name, known)
+            if value is None and variable == "MASTER_ADDR":
                 value = word.raw  # $(getent hosts {{host:master}}) still names a task
-            before = known.get(name)
-            is_append = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
-            if is_append or name in still_default or name not in known or known[name] == value:
-                known[name] = value
-                still_default.discard(name)
+            before = known.get(variable)
+            is_append = variable.endswith("[@]") and value is not None and before is not None and value.startswith(before)
+            if is_append or variable in still_default or variable not in known or known[variable] == value:
+                known[variable] = value
+                still_default.discard(variable)
             else:
-                known[name] = None
+                known[variable] = None
     return known

@@ -142,7 +142,10 @@ class _Leftovers:
         return found
 
     def find(self, everything: Optional[List[Process]] = None) -> List[Tuple[Process, _Leftover]]:
-        """Return every living leftover, including leftovers that may not be killed. Default: check all current processes."""
+        """Return every living leftover, including leftovers that may not be killed.
+
+        ``everything`` are the processes to check, by default all current ones.
+        """
         everything = list(processes.list_processes()) if everything is None else everything
         found = {}
         for process in everything:
@@ -236,7 +239,7 @@ class _Leftovers:
                 directory = os.path.dirname(container["cwd"])
                 if not is_ours and orphans.is_guarded(directory):
                     continue
-                why = _why(expected) if is_ours else "its attempt is in another root: {}".format(directory)
+                why = _why(expected) if is_ours else "its attempt belongs to another root, in {}".format(directory)
                 shown = {
                     "name": container["name"], "program": os.path.basename(program), "attempt": container["attempt"],
                     "state": container["state"], "why": why, "is_ours": is_ours, "error": None,

@@ -4,7 +4,7 @@ The agent reports missing blobs, and ``services.receiver`` receives them. Incomp
 that an interrupted transfer can be resumed.
 
 Only one attempt at a time gets a hard link to the blob, and other attempts get a copy. Tasks may change their files.
-Therefore the modification time of a complete blob is set to a fixed fraction of a second (``_MARK``), which any write
+Therefore the modification time of a complete blob gets a fixed fraction of a second (``_MARK`` nanoseconds), which any write
 changes. A changed blob counts as missing. On file systems that do not keep such fractions, blobs are only copied.
 """
 
@@ -49,7 +49,7 @@ def path_of(root: str, name: object) -> str:
 
 
 def earlier_blobs(root: str) -> List[str]:
-    """Return the paths of complete blobs that an earlier version left next to the private directory."""
+    """Return the paths of complete blobs that an earlier version left next to the private directory (``root_directory``)."""
     earlier = root_directory.earlier_root(root)
     directory = os.path.join(earlier or root, BLOBS)
     if earlier is None or not root_directory.is_own_directory(directory):

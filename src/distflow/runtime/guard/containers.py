@@ -448,7 +448,7 @@ def _docker_settings(folder: str) -> Dict[str, Any]:
 
 
 def _remove_old_logins(memory_folder: str) -> None:
-    """Remove folders that killed pulls left."""
+    """Remove login folders whose process was killed during a pull."""
     import shutil
 
     for name in os.listdir(memory_folder):

@@ -1,4 +1,4 @@
-"""Communication of agents with a pair (runner and keeper): descriptors inherited at the fork, and the socket ``control``.
+"""Descriptors that runner and keeper inherit at the fork (``AttemptHandles``), and their socket ``control`` for agents.
 
 A socket has advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only the
 first reader (there may be two agents while an old connection ends). It refuses connections only if runner and keeper are gone.

@@ -126,7 +126,7 @@ def listen_on(address: str) -> Tuple[socket.socket, Optional[bool]]:
 
 
 def _listening(family: int, address: str) -> socket.socket:
-    # For a string, Python imports its IDNA codec, which takes several milliseconds.
+    # Pass bytes: for a string, Python would import its IDNA codec, which takes several milliseconds.
     where = socket.getaddrinfo(address.encode(), 0, family, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)[0][4]
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:

@@ -44,8 +44,8 @@ _RANK = {b"RANK", b"LOCAL_RANK"}
 def collect(root: str, request: Json) -> Callable[[], Json]:
     """Return a job that inspects the processes of the attempt, at most ``_MAX_PROCESSES``.
 
-    Its result has ``processes``, ``collectives``, ``host_rule``, ``heartbeat_age_s`` and ``tool`` (null without py-spy).
-    The job raises ``not_running`` for an attempt that does not run.
+    Its result has ``processes``, ``collectives``, ``host_rule`` (Yama's ``ptrace_scope``), ``heartbeat_age_s`` and ``tool``
+    (null without py-spy). The job raises ``not_running`` for an attempt that does not run.
     """
     attempt = str(request["attempt"])
     directory = attempts.directory_of(root, attempt)
@@ -65,7 +65,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
             "tool": tool,
             "processes": found,
             "collectives": collect_collectives(directory),
-            "host_rule": _host_rule(),
+            "host_rule": _ptrace_scope(),
             "heartbeat_age_s": _heartbeat_age(directory),
         }
 
@@ -178,8 +178,8 @@ def _heartbeat_age(directory: str) -> Optional[float]:
     return max(0.0, now() - at)
 
 
-def _host_rule() -> Optional[int]:
-    """Return Yama's rule (kernel.yama.ptrace_scope); None without Yama.
+def _ptrace_scope() -> Optional[int]:
+    """Return the node's ``kernel.yama.ptrace_scope``; None without Yama.
 
     With 1, processes of users other than root may inspect only their descendants. With 2, only root may inspect processes.
     With 3, no user may.
@@ -336,7 +336,10 @@ def collect_collectives(directory: str) -> List[Json]:
 
 
 def validated_collectives(answer: Any) -> Optional[Json]:
-    """Return a rank's answer with only the expected fields; None if it is invalid."""
+    """Return a rank's answer with only the expected fields; None if it is invalid.
+
+    The fields of each group are those of ``train.communication.collectives.current_collective``.
+    """
     try:
         groups = [
             {

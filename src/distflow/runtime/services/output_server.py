@@ -85,7 +85,8 @@ def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
     if not os.path.isdir(work) or os.path.islink(work):
         raise OpError("not_found", "`{}` no longer exists, or the task replaced it".format(work))
     try:
-        # This file was written after the task's files and before its command, and its time has the same clock as theirs.
+        # This file was written after the task's files and before the command started. Its modification time comes from the same
+        # clock.
         return work, os.stat(os.path.join(directory, attempt_files.LAUNCH)).st_mtime
     except FileNotFoundError:
         return work, float("inf")  # the attempt has not been prepared

@@ -3,10 +3,11 @@
 The cluster's engine, such as Slurm, starts a Python interpreter on the node with the text of this file as an argument
 (``backends/allocated/relay.py``).
 
-``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes and does not pass on its own
-descriptors. So it ends as soon as the command has ended, even if background processes still have the command's pipes open. The
-command gets pipes even if the engine gives the relay a terminal. Engines add messages of their own to standard error and change
-exit codes. Therefore the command's standard error is between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
+``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes: the command does not
+inherit the relay's descriptors. The relay therefore ends as soon as the command has ended, even if background processes still
+have the command's pipes open. The command gets pipes even if the engine gives the relay a terminal. Engines add messages of
+their own to standard error and change exit codes. Therefore the command's standard error is between two lines of the relay:
+``MARK start`` and ``MARK exit CODE``.
 
 ``dial`` connects to a port. The end of standard input ends the connection.
 
@@ -223,7 +224,8 @@ def dial(port: int, timeout_s: float) -> int:
     except OSError as error:
         _write(2, "{}\n".format(error.strerror or error).encode())
         return 1
-    peer.setblocking(False)  # a server that does not read must not stop its own output
+    # Otherwise, `send` would block if the server does not read, and its output would no longer be copied.
+    peer.setblocking(False)
     _write(1, CONNECTED)
     frames, data, is_shut = _Frames(), b"", False
     while True:

@@ -52,7 +52,8 @@ class RecordedFailure(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
-            sys.last_value = error  # as Python does itself, unless multiprocessing catches the exception
+            # `world._finish_at_exit` reads this. Python sets it for uncaught exceptions, but multiprocessing catches them.
+            sys.last_value = error
             write_exception(error, rank=int(os.environ["RANK"]))
 
 

@@ -230,9 +230,9 @@ def _run(settings: LaunchSettings, start: _Start) -> int:
 def _run_once(settings: LaunchSettings, start: _Start, restarts: int, waiter: SignalWaiter) -> LaunchOutcome:
     # In a task of distflow, put the files into the directory of the task's attempt. They are then removed with it, even if the
     # launcher is killed.
-    place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
-    place = place if place and os.access(place, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="distflow-ranks-", dir=place) as folder, _port(settings, restarts) as port:
+    parent = os.environ.get("DISTFLOW_ATTEMPT_DIR")
+    parent = parent if parent and os.access(parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="distflow-ranks-", dir=parent) as folder, _port(settings, restarts) as port:
         ranks: list[RankProcess] = []
         try:
             for local_rank in range(settings.size):

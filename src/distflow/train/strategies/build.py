@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before `init`: afterwards, its defaults would keep a process group (see `world._leave`)
+
+# Import this before `init`. Its functions evaluate `group=dist.group.WORLD` at import, so a later import would keep a reference
+# to the process group (see `world._leave`).
+import torch.distributed.nn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -36,15 +39,9 @@ __all__ = [
 
 
 def make_mesh(strategy: Strategy) -> DeviceMesh:
-    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` before ``init``, or if its size differs."""
+    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` before ``init``."""
     if not dist.is_initialized():
         raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
-    if strategy.world_size != dist.get_world_size():
-        shape = f" ({' × '.join(map(str, strategy.shape))})" if len(strategy.shape) > 1 else ""
-        raise ValueError(
-            f"the strategy is for {strategy.world_size} ranks{shape}, but there are {dist.get_world_size()}: "
-            f"start {strategy.world_size} ranks, or change the strategy"
-        )
     # Ranks that share sequences share the model, too: FSDP shards it over both axes.
     sizes = strategy.mesh
     if (parts := sizes.pop("cp", 1)) > 1:

@@ -119,13 +119,19 @@ class Strategy:
 
 
 _last: tuple[Strategy, int] | None = None
-"""The strategy of the last plan, and this process's rank. Calls without a plan use them (``data_shard``, ``Loader``)."""
+"""The strategy of the latest ``ParallelPlan`` of this process, and this process's rank.
+
+Functions that get no ``ParallelPlan``, such as ``data_shard`` and ``Loader``, use them.
+"""
 _conflict = ""
-"""The warning for such calls if this process has plans with different shares of the data; else empty."""
+"""The warning of these functions if this process has several ``ParallelPlan`` with different shares of the data; else empty."""
 
 
 def set_current_strategy(strategy: Strategy, rank: int) -> None:
-    """Let calls without a plan use this strategy. A strategy of kind ``none`` (a frozen model) does not replace another."""
+    """Let functions that get no ``ParallelPlan`` use this strategy.
+
+    A strategy of kind ``none`` (a frozen model) does not replace another.
+    """
     global _last, _conflict  # noqa: PLW0603 (a process is in one world)
     before = current_strategy_or_none()
     if strategy.kind == "none" and before is not None and before.kind != "none":
@@ -145,7 +151,7 @@ def reset_current_strategy() -> None:
 
 
 def warn_of_conflict() -> None:
-    """Warn once if this process has plans with different shares of the data."""
+    """Warn once if this process has several ``ParallelPlan`` with different shares of the data."""
     global _conflict  # noqa: PLW0603
     if _conflict:
         warnings.warn(_conflict, stacklevel=4)
@@ -153,9 +159,9 @@ def warn_of_conflict() -> None:
 
 
 def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
-    """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``, else replicas (``ddp``) on all ranks.
+    """Return the strategy of the latest ``ParallelPlan``, else of ``DISTFLOW_STRATEGY``, else replicas (``ddp``) on all ranks.
 
-    A process without other ranks gets ``none`` instead of ``ddp``. With ``environ``, the last plan is ignored. Raises
+    A process without other ranks gets ``none`` instead of ``ddp``. With ``environ``, any ``ParallelPlan`` is ignored. Raises
     ``ValueError`` if the variable is not valid.
     """
     if (configured := current_strategy_or_none(environ)) is not None:
@@ -165,7 +171,7 @@ def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
 
 
 def current_strategy_or_none(environ: Mapping[str, str] | None = None) -> Strategy | None:
-    """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``; ``None`` if neither exists."""
+    """Return the strategy of the latest ``ParallelPlan``, else of ``DISTFLOW_STRATEGY``; ``None`` if neither exists."""
     if environ is None and _last is not None:
         return _last[0]
     text = (os.environ if environ is None else environ).get("DISTFLOW_STRATEGY", "")
@@ -201,12 +207,21 @@ def resolve_strategy(strategy: Strategy | StrategyOptions | str, world: int) -> 
     """Return ``strategy`` as a ``Strategy``.
 
     A ``Strategy`` keeps the sizes of its axes; otherwise the mesh has ``world`` ranks. Raises ``ValueError`` for an unknown
-    kind, invalid options, or a mesh that does not fit the kind or the number of ranks.
+    kind, invalid options, or a mesh that does not fit the kind or the number of ranks. A ``Strategy`` of kind ``none`` may have
+    any number of ranks, because they do not train together.
     """
     if isinstance(strategy, Strategy):
         _check_kind(strategy.kind)
         mesh = regular_mesh(strategy.kind, strategy.mesh, strategy.options)
-        return _on_mesh(strategy.kind, mesh).having(strategy.options)
+        resolved = _on_mesh(strategy.kind, mesh).having(strategy.options)
+        if resolved.kind != "none" and resolved.world_size != world:
+            ranks = f"{resolved.world_size} rank{'s' * (resolved.world_size != 1)}"
+            shape = f" ({' × '.join(map(str, resolved.shape))})" if len(resolved.shape) > 1 else ""
+            raise ValueError(
+                f"the strategy is for {ranks}{shape}, but there {'is' if world == 1 else 'are'} {world}: start {ranks}, "
+                "or change the strategy"
+            )
+        return resolved
     if isinstance(strategy, str):
         return make_strategy(strategy, world)
     return make_strategy(strategy.kind, world, strategy.given())

@@ -109,9 +109,9 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
     chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
         raise ValueError(
-            "tensor parallelism: no attention or MLP has separate matrices with known names: some that are cut by "
-            "columns (q_proj, up_proj, …), and exactly one that is cut by rows (o_proj, down_proj, …); set `plan` of the "
-            "strategy, such as {'blocks.*.attention.q': 'colwise', …}"
+            "tensor parallelism: distflow found no matrices to cut. It looks for an attention or MLP that has separate "
+            "matrices with known names: some for columns (q_proj, up_proj, …), and exactly one for rows (o_proj, down_proj, "
+            "…). For other names, set `plan` of the strategy, such as {'blocks.*.attention.q': 'colwise', …}"
         )
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}

@@ -83,11 +83,11 @@ _TAIL = 16384
 _DRAIN_TIMEOUT_S = 2.0
 _CLOSE_S = 1.0
 _LATE_S = 2.0
-"""Time limit for each step of stopping a late command: finding its process, starting ``kill``, waiting for ``kill``.
+"""Time limit for each step of killing a late command: finding its process, starting ``kill``, waiting for ``kill``.
 
 Also the extra time for the start of a command, and the shortest time limit for its exit status after the end of its output.
 """
-_STOPPED_S = 3 * _LATE_S
+_KILL_S = 3 * _LATE_S
 # Matches all characters except those that are literal between double quotes in sh, and between single quotes in bash, zsh, fish
 # and csh.
 _SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
@@ -191,11 +191,11 @@ class SshStream:
 
 
 def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, deadline: Deadline) -> Completed:
-    """Run a command with ``stdin`` as its input; stop it and raise ``NodeUnreachable`` when ``deadline`` passes."""
+    """Run a command with ``stdin`` as its input; kill it and raise ``NodeUnreachable`` when ``deadline`` passes."""
     program, mark = argv[0], f"distflow-{secrets.token_hex(8)}"
     stderr = bytearray()
     pid = re.compile(rf"{mark} (\d+)\n".encode())
-    # A command can be stopped only after it has started, so the start gets some extra time.
+    # A command can be killed only after it has started, so the start gets some extra time.
     channel = connection.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
 
     def collect() -> None:
@@ -209,7 +209,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, dea
             _send(connection, channel, stdin)
             channel.shutdown_write()
 
-    def stop() -> None:
+    def kill() -> None:
         patience = Deadline(_LATE_S)
         while (found := pid.search(stderr)) is None and not patience.has_passed and not channel.status_event.wait(0.02):
             continue
@@ -220,7 +220,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], stdin: bytes, dea
 
     def expire() -> None:
         is_late.set()
-        _close_channel(connection, channel, stop, patience_s=_STOPPED_S)
+        _close_channel(connection, channel, kill, patience_s=_KILL_S)
 
     is_late = threading.Event()
     timer = threading.Timer(deadline.left(), expire)

@@ -41,9 +41,10 @@ class ApiError(Exception):
 class KubernetesApi:
     """Calls of the API server, in one namespace. Safe to use from several threads.
 
-    Calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, and, except ``exec``,
-    ``ApiError`` for its other refusals. They raise ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be
-    used. Objects are mappings (their JSON).
+    Calls raise ``NodeUnreachable`` if the API server does not answer, does not accept the credentials, or fails in a way that
+    may pass (HTTP status 408, 429, or 500 and above). They raise ``ApiError`` for its other refusals, for which ``exec`` raises
+    ``NodeUnreachable``, too. They raise ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be used.
+    Objects are mappings (their JSON).
     """
 
     def __init__(self, settings: KubernetesSettings, *, pool: str = "") -> None:

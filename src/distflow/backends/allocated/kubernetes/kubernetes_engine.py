@@ -171,7 +171,7 @@ class KubernetesEngine:
         return self._relay(PodTransport(name, python, connect, close=self._api.close), allocation_id, host, python)
 
     def login_transport(self) -> None:
-        """Return ``None``: the files of a pod are deleted with it."""
+        """Return ``None``: no other machine has the files of a deleted pod."""
 
     def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
         """Return the findings about the cluster and the pool's settings."""
@@ -187,7 +187,7 @@ class KubernetesEngine:
         try:
             found = self._api.objects("configmaps", labels=f"{MANAGED}{labels}")
         except ApiError as error:
-            raise NodeUnreachable(self._api.name, error.message, hint=f"run `{self._api.check_command}`") from None
+            raise self._query_refused(error) from None
         return [one for one in found if isinstance(one.get("metadata"), dict) and not one["metadata"].get("deletionTimestamp")]
 
     def _existing(self, allocation: Allocation) -> dict[str, Any] | None:
@@ -221,12 +221,16 @@ class KubernetesEngine:
 
     # Queries.
 
+    def _query_refused(self, error: ApiError) -> NodeUnreachable:
+        hint = f"run `{self._api.check_command}`, which names missing permissions"
+        return NodeUnreachable(self._api.name, error.message, hint=hint)
+
     def _listed(self) -> dict[str, list[Pod]]:
         """Return the pods of all allocations."""
         try:
             pods = map(Pod, self._api.objects("pods", labels=MANAGED))
         except ApiError as error:
-            raise NodeUnreachable(self._api.name, error.message, hint=f"run `{self._api.check_command}`") from None
+            raise self._query_refused(error) from None
         found: dict[str, list[Pod]] = {}
         for pod in pods:
             found.setdefault(str(pod.labels.get(ALLOCATION, "")), []).append(pod)

@@ -1,4 +1,7 @@
-"""Connect to a node of a Ray cluster, through the login node, at the endpoint of the task's actor (its address and port)."""
+"""Connect to a node of a Ray cluster through the login node.
+
+The node's actor listens at an address and port, its endpoint.
+"""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distflow.backends.allocated.ray.program import ClusterProgram, unreadable_answer
-from distflow.backends.machines.checks.findings import Finding, count, error, few, note, warning
+from distflow.backends.machines.checks.findings import Finding, count, error, note, warning
 from distflow.backends.machines.checks.measured import python_trouble
 from distflow.documents.quantities import bytes_text
-from distflow.documents.text import listed, plain
+from distflow.documents.text import few, listed, plain
 from distflow.pools.model import Pool, RaySettings, ssh_node
 
 __all__ = ["check_ray"]

@@ -13,7 +13,6 @@ from typing import Any
 from msgspec import Struct
 
 from distflow.backends.machines.backend import transport_of
-from distflow.backends.machines.checks.findings import few
 from distflow.backends.machines.checks.measured import (
     PYTHON_PROBE,
     NodeMeasurements,
@@ -28,6 +27,7 @@ from distflow.backends.machines.connection.bootstrap import connect, python_argv
 from distflow.backends.machines.connection.link import AgentLink, ClockWatch
 from distflow.backends.machines.connection.training_address import training_address
 from distflow.documents.requirements import Requirements
+from distflow.documents.text import few
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
 from distflow.structs import replace

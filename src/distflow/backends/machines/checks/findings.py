@@ -14,6 +14,7 @@ from msgspec import Struct
 from distflow.backends.machines.checks.measured import NodeMeasurements
 from distflow.backends.machines.checks.torch_search import torch_remedy
 from distflow.documents.quantities import bytes_text
+from distflow.documents.text import few
 from distflow.errors import BootstrapFailed, NodeError
 from distflow.runtime.files.venvs import REMEDY
 from distflow.runtime.guard.kernel_log import MAX_LINES
@@ -24,7 +25,6 @@ __all__ = [
     "Grade",
     "count",
     "error",
-    "few",
     "folded",
     "judge_node",
     "judge_nodes",
@@ -42,7 +42,6 @@ _LEAST_MEMORY = 1 << 30
 _LEAST_MEMORY_PART = 0.05
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
-_FEW = 5
 
 
 class Grade(str, Enum):
@@ -71,12 +70,6 @@ class Finding(Struct, frozen=True, kw_only=True):
         lines = [f"{self.grade.value}: {', '.join(self.nodes)}: {self.message}"]
         lines += [f"    {line}" for line in self.hint.splitlines()]
         return "\n".join(lines)
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
-    more = len(names) - _FEW
-    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
 
 def count(number: int, word: str, words: str = "") -> str:

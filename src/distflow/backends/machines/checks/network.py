@@ -18,7 +18,6 @@ from distflow.backends.machines.checks.findings import (
     Finding,
     Grade,
     error,
-    few,
     folded,
     judge_node,
     judge_nodes,
@@ -28,6 +27,7 @@ from distflow.backends.machines.checks.findings import (
 from distflow.backends.machines.checks.measured import NodeMeasurements, Pair
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.training_address import interpreter, path_prepend
+from distflow.documents.text import few
 from distflow.errors import NodeError
 from distflow.runtime.untrusted import decode_json
 

@@ -144,10 +144,10 @@ def fetch_output(
 ) -> Fetched:
     """Copy an attempt's output to the blob store ``blobs``.
 
-    ``progress`` gets whether the output is packed, the bytes that are packed or copied, and their total. With ``place``, copy
-    that directory of the attempt, which may still run; if it has no files, ``digest`` is empty. After packing,
-    ``stays(digest, size)`` returns whether the archive may stay on the node. ``timeout_s`` limits the wait for the node's
-    first answer.
+    ``progress(is_packed, done, total)`` is called with bytes. ``is_packed`` is false while the node packs the output, and true
+    while the packed output is copied. With ``place``, copy that directory of the attempt, which may still run; if it has no
+    files, ``digest`` is empty. After packing, ``stays(digest, size)`` returns whether the archive may stay on the node.
+    ``timeout_s`` limits the wait for the node's first answer.
 
     Raises ``AgentError`` if the node refuses (an unreadable file, no space, damaged), ``NodeUnreachable`` and
     ``BootstrapFailed`` for connections, and ``OSError`` if the archive cannot be stored here.
@@ -250,7 +250,9 @@ def build_venv_on_node(
     transport: Transport, root: str, python: str, request: Mapping[str, Any], *, timeout_s: float,
     progress: Callable[[str, float], None], opened: Callable[[Callable[[], None]], None] = lambda _close: None,
 ) -> tuple[str, float]:  # fmt: skip
-    """Build a Python environment on a node, unless it exists. Return the tool (empty if it existed) and the seconds.
+    """Build a Python environment on a node, unless it exists.
+
+    Returns the tool that built it (empty if the environment existed already) and the duration in seconds.
 
     ``request`` is a request of ``runtime.services.venv_builder``. Every two seconds, ``progress`` gets the tool's last line, or
     why the build waits, and the seconds so far. It may cancel the build by raising. ``opened`` gets a function with which any

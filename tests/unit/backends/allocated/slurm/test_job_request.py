@@ -127,9 +127,9 @@ def test_images_need_pyxis_and_must_be_equal() -> None:
     for pool in (pool_of("slurm: {}"), pool_of("container: apptainer, slurm: {container: pyxis}")):
         assert container_options(pool, mixed) == ()
     assert container_options(pool_of("slurm: {container: pyxis}"), request_for(*workers(2))) == ()
-    with pytest.raises(RequestRefused, match="only some tasks of group `train` have an `image`, but one `srun` starts them"):
+    with pytest.raises(RequestRefused, match="only some tasks of group `train` have an `image`, but one `srun` starts all"):
         container_options(pool_of("slurm: {container: pyxis}"), mixed)
-    with pytest.raises(RequestRefused, match="the tasks of group `train` have different images, but one `srun` starts them"):
+    with pytest.raises(RequestRefused, match="the tasks of group `train` have different images, but one `srun` starts all"):
         container_options(pool_of("slurm: {container: pyxis}"), request_for(*workers(1, image="a"), *workers(1, image="b")))
 
 
