@@ -482,7 +482,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         (
             ("strategy_mesh_too_big", "A mesh must have as many places as the group has ranks."),
             ("strategy_across_nodes", "Ranks that share a tensor must be on one node."),
-            ("strategy_unknown_kind", "The kind must exist."),
+            ("strategy_unknown_kind", "The `kind` of a strategy must be one that distflow knows."),
             ("strategy_without_ranks", "A strategy needs ranks."),
             ("strategy_of_ray", "A block that asks for Ray needs `framework: ray`."),
             ("strategy_of_a_guide", "distflow converts a strategy in a form of NeMo RL or tunix, with a warning."),

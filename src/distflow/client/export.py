@@ -141,7 +141,8 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
     is_template = not (request.overrides.sets or request.overrides.set_strings)
     exported = osmo_spec(checked.spec, checked.worlds, checked.template if is_template else None)
     if request.overrides.secrets:
-        message, hint = "secrets are not in the spec", "pass them to `osmo workflow submit --set-env`"
+        message = "the exported spec does not contain the secrets of `--set-env`"
+        hint = "pass them to `osmo workflow submit --set-env`"
         secret = Problem(where=Mark(checked.spec.file), severity=Severity.WARNING, message=message, hint=hint)
         exported = replace(exported, warnings=(*exported.warnings, secret))
     written = [] if file is None else _write(file, exported.text, {}, force=force)

@@ -60,8 +60,8 @@ def read_overview(
 ) -> Overview:
     """Return the unfinished workflows of this user, and the nodes with their GPUs.
 
-    Start a supervisor in the background if there is unfinished work and none is running. This function itself does not
-    connect to nodes.
+    Start a supervisor in the background if there is unfinished work and no supervisor is running. This function itself does
+    not connect to nodes.
 
     Args:
         client: The client whose store has the workflows and whose configuration has the pools.

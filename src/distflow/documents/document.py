@@ -4,7 +4,8 @@ Values follow YAML 1.1 as in OSMO, except that dates, times of day (``12:30:45``
 ``Document.text_at`` returns the text of a scalar, regardless of its YAML type: ``on`` remains ``on``.
 
 ``View`` reads a document after the check against its schema. All findings are reported at once, so later checks run even if
-that check found wrong types. A ``View`` therefore returns only values of the right type, and ``None`` or nothing for others.
+that check found wrong types. A ``View`` therefore returns only values of the right type, and ``None`` or an
+empty result for others.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from distflow.layout.ranks import WorldLayout
 from distflow.plan.model import ATTEMPT_DIR, PLACEHOLDER, GroupPlan, PlannedFile, TaskBinding, address_of
 from distflow.spec.model import TaskSpec
 
-__all__ = ["NAME_TOOLS", "distributed_environment", "distributed_files", "member_ids", "name_tools"]
+__all__ = ["LOOKUP_SCRIPTS_DIR", "distributed_environment", "distributed_files", "lookup_scripts", "member_ids"]
 
 
 _FOLDER = "config"
@@ -101,7 +101,7 @@ def _job_id(task: str, workflow: str = "@@WORKFLOW_ID@@", attempt: str = "@@RETR
 
 # -- OSMO -------------------------------------------------------------------------------------------------------------
 
-NAME_TOOLS = f"{ATTEMPT_DIR}/bin"
+LOOKUP_SCRIPTS_DIR = f"{ATTEMPT_DIR}/bin"
 """The directory of the scripts."""
 
 _MENTION = re.compile(r"(?<![\w./{-])(nslookup|getent|dig|host)(?![\w./:=-])")
@@ -151,7 +151,7 @@ exit 127
 """
 
 
-def name_tools(texts: Iterable[str]) -> tuple[PlannedFile, ...]:
+def lookup_scripts(texts: Iterable[str]) -> tuple[PlannedFile, ...]:
     """Return a script for each of ``nslookup``, ``getent``, ``dig`` and ``host`` that the texts of a task mention.
 
     The result is empty if the texts do not contain a placeholder for an address.

@@ -13,7 +13,7 @@ from distflow.layout.checks.elastic import remaining_tasks
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, WorldLayout
 from distflow.layout.strategy.model import group_strategy
-from distflow.plan.compatibility import NAME_TOOLS, distributed_environment, member_ids, name_tools
+from distflow.plan.compatibility import LOOKUP_SCRIPTS_DIR, distributed_environment, lookup_scripts, member_ids
 from distflow.plan.credentials import planned_credentials
 from distflow.plan.environment import task_environment
 from distflow.plan.frameworks import FRAMEWORKS, StartCommand, WorldTask, start_command
@@ -192,7 +192,7 @@ def _launch(
     output_link = f"work/{task.output_dir}" if task.output_dir is not None else None
     outputs = ("output", *([normpath(output_link)] if output_link is not None else []))
     files = tuple(_file(file, rewrite, bundles, in_work, outputs, is_reusable=is_reusable) for file in task.files)
-    tools = name_tools([*started.argv, *environment.values(), *(file.text or "" for file in files)])
+    tools = lookup_scripts([*started.argv, *environment.values(), *(file.text or "" for file in files)])
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
         task=task.name,
@@ -203,7 +203,7 @@ def _launch(
         credentials=planned_credentials(task.credentials),
         files=(*files, *started.files, *library, *tools),
         python_path=tuple(f"{ATTEMPT_DIR}/{file.path}" for file in library),
-        path=(NAME_TOOLS,) if tools else (),
+        path=(LOOKUP_SCRIPTS_DIR,) if tools else (),
         folders=("work/tmp",) if uses_tmp(texts) else (),
         inputs=task.inputs,
         url_inputs=task.url_inputs,
@@ -266,7 +266,7 @@ def _file(
         mode = 0o700 if text.startswith("#!") or (bundle is not None and bundle.mode & 0o100) else 0o600
         return PlannedFile(path=path, shown=shown, text=text, size=len(text.encode()), mode=mode)
     if bundle is None:
-        raise AssertionError("a file has contents or a bundle")
+        raise AssertionError("a file has neither contents nor a bundle")
     return PlannedFile(
         path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar,
         reusable=bundle.is_tar and is_reusable and not any(f"{normpath(path)}/".startswith(f"{one}/") for one in outputs),

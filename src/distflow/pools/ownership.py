@@ -11,7 +11,9 @@ __all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 
 
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
-    """Return why users that are not trusted can change a file (its owner or mode); empty if they cannot. Raises ``OSError``.
+    """Return the reason why an untrusted user can change a file; empty if none can. Raises ``OSError``.
+
+    The reason is the file's owner or its mode.
 
     Trusted users are this user, root, and for root also the user that called ``sudo``.
 

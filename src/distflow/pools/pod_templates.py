@@ -18,8 +18,10 @@ def template_image(template: Mapping[str, Any]) -> str | None:
 def with_template(template: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``pod`` merged with ``template``.
 
-    Values of ``pod`` win, but volumes and mounts of ``template`` replace those of ``pod``. ``pod`` must have exactly one
-    container, and the names of its volumes must begin with ``distflow``.
+    Mappings are merged, and lists are joined. If both have another value for the same key, that of ``pod`` is used. However, a
+    volume of ``template`` replaces the volume of ``pod`` with the same name, and a mount replaces the mount at the same path.
+
+    ``pod`` must have exactly one container, and the names of its volumes must begin with ``distflow``.
     """
     merged: dict[str, Any] = _merged(template, pod)
     _clean_up(merged["spec"])

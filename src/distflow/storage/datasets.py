@@ -45,7 +45,7 @@ _SHOWN = 100
 """Characters of a path that an error message shows."""
 _MOST_PAUSE_S = 0.5
 _LONGEST_TURN_S = 600.0
-"""An older turn counts as abandoned, because a turn needs only a few lists, reads and writes of manifests."""
+"""An older turn counts as abandoned, because a turn only lists, reads and writes a few manifests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def find_sources(
                     continue
                 if one.name in found:
                     if found[one.name].path == one.path:
-                        raise StorageError(f"{one.path} is named twice", hint="name it once")
+                        raise StorageError(f"{one.path} is given twice", hint="give it once")
                     raise StorageError(
                         f"{found[one.name].path} and {one.path} would both be uploaded as `{one.name}`",
                         hint="the second file would replace the first: rename one, or upload it to another URL or dataset",

@@ -260,7 +260,7 @@ class _Download:
             self.discard()
             raise StorageError(
                 f"{self._shown} has changed since it was uploaded: its SHA-256 is different",
-                hint="upload the files as a new version",
+                hint="upload the files as a new version of the dataset",
             )
 
     def _raise_retryable(self, why: str, *, keep: bool) -> NoReturn:

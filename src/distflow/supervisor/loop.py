@@ -505,7 +505,7 @@ class Supervisor:
                 part.unlink(missing_ok=True)  # a partial archive of an output that no group needs now
 
     def _give_back_allocations(self) -> None:
-        """Report the gangs that still need nodes to the engines that allocated the nodes."""
+        """Report to each engine which gangs still need nodes. It releases all other allocations."""
         for pool in (key for key, one in self._pools.items() if one.is_allocated):
             records = [one.record for one in self._workflows.values() if one.record.pool_key == pool]
             kept = frozenset(gang for record in records for gang in _gangs(record))

@@ -38,8 +38,8 @@ _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _LOCAL_CREDENTIALS = (
-    "this machine has no credentials that distflow may send to nodes for this URL: it never sends credential files, AWS "
-    "profiles, roles and SAS tokens (to let nodes transfer the data: distflow credential set NAME --type DATA)"
+    "this machine has no credentials that distflow may send to nodes for this URL: distflow never sends credential files, AWS "
+    "profiles, roles or SAS tokens (to let nodes transfer the data: distflow credential set NAME --type DATA)"
 )
 
 

@@ -302,7 +302,7 @@ class FakeBackend:
 
     def deliver(self, key: AttemptKey, *_: object) -> Delivered:
         """Raise ``RelayRequired``, like a node without a driver for the storage."""
-        raise RelayRequired(f"{key.node}: it has no driver")
+        raise RelayRequired(f"{key.node}: the node has no driver for the storage")
 
     def is_releasing(self) -> bool:
         """Return False: these nodes are not allocated."""

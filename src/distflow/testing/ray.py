@@ -40,7 +40,7 @@ _SETTINGS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_prestart_worker_first_driver": "0",  # two idle workers, which no test uses
+    "RAY_prestart_worker_first_driver": "0",  # do not start two idle workers, which no test uses
 }
 _CLI = "from ray.scripts.scripts import main; main()"
 _RUNNER = """\
@@ -115,8 +115,8 @@ class RayCluster:
         """Start a node that is not running, and wait until it has joined the head.
 
         On a busy machine, a start may exceed Ray's timeout of 30 s, which no setting changes. The node is then started again.
-        Raises ``RuntimeError`` if Ray exits before it has joined in each of three starts, and ``TimeoutError`` if a running
-        node does not join within 90 s.
+        Raises ``RuntimeError`` if, in each of three starts, Ray exits before the node has joined, and ``TimeoutError`` if a
+        running node does not join within 90 s.
         """
         for attempt in range(_MAX_STARTS):
             self._launch(node)

@@ -196,7 +196,10 @@ class ParallelPlan:
 
     def _check_divided(self, _model: nn.Module, _inputs: object) -> None:
         if not self._is_divided:
-            raise TypeError("with context parallelism, call plan.forward_backward or plan.evaluate, which divide the sequences")
+            raise TypeError(
+                "the model cannot be called directly with context parallelism: call plan.forward_backward or plan.evaluate, "
+                "which divide the sequences"
+            )
 
     def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
         """Return a context for one forward and backward pass; each ``every``-th pass reduces the gradients over the ranks.

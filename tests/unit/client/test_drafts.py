@@ -176,7 +176,7 @@ def test_project_is_the_working_directory_or_the_repository_of_the_script(
     with pytest.raises(InputError, match=r"`trian.py` does not exist\ndid you mean `train.py`"):
         draft_command(["trian.py"], folder=project)
     (below / "python/python/x.py").mkdir(parents=True)
-    with pytest.raises(InputError, match=rf"`python/x.py` is a directory\nrelative paths begin in `{below}/python`"):
+    with pytest.raises(InputError, match=rf"`python/x.py` is a directory\nrelative paths are relative to `{below}/python`"):
         draft_command(["python/x.py"], folder=below / "python")
     with pytest.raises(InputError, match="not in the project"):
         draft_command(["train.py"], folder=project, project=Path("deep"))

@@ -15,7 +15,7 @@ from distflow import distributed as calls
 from distflow.distributed import Distributed
 from distflow.layout.checks.group_checks import check_layout
 from distflow.plan.bind import bind
-from distflow.plan.compatibility import name_tools
+from distflow.plan.compatibility import lookup_scripts
 from distflow.plan.compile import compile_plan
 from distflow.plan.model import Binding, BoundLaunch, GroupPlan, TaskBinding
 from distflow.spec.parse import load_spec_text
@@ -183,7 +183,7 @@ def tools(tmp_path: Path) -> Path:
     """A directory with distflow's programs for name look-ups, which know the addresses of both tasks."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for file in name_tools(["nslookup getent dig host", *ADDRESSES]):
+    for file in lookup_scripts(["nslookup getent dig host", *ADDRESSES]):
         text = file.text or ""
         for placeholder, address in ADDRESSES.items():
             text = text.replace(placeholder, address)
@@ -280,4 +280,4 @@ def test_the_query_for_the_version_runs_the_real_program(tools: Path, program: s
     ],
 )
 def test_tasks_that_look_up_no_address_get_no_tools(texts: list[str]) -> None:
-    assert name_tools(texts) == ()
+    assert lookup_scripts(texts) == ()

@@ -158,7 +158,7 @@ class Leftover(Struct, frozen=True, kw_only=True):
 
 
 class Reaped(Struct, frozen=True, kw_only=True):
-    """The leftovers on one node or, as allocations, in one pool; or why they could not be found."""
+    """The leftovers on one node, or the leftover allocations of one pool; or why they could not be found."""
 
     node: str
     found: tuple[Leftover, ...] = ()

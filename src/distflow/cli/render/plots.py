@@ -14,11 +14,11 @@ Points = Sequence[tuple[float, float]]
 _MARKS = "*+ox#@"
 """The marks of several series without colors, because their braille dots would look the same."""
 _COLORS = (6, 3, 2, 5, 4, 1)
-"""The colors of series, by their numbers on terminals."""
+"""The ANSI color numbers of the series, in order."""
 _MOST_NAMES = 12
 """The maximum number of series in the legend."""
 _MAX_VALUE = 1e100
-"""The largest absolute value that is plotted. plotext fails for values near 1e307."""
+"""Larger absolute values are plotted as this value, because plotext fails for values near 1e307."""
 _TICKS = 5
 
 

@@ -36,7 +36,7 @@ _MOST_SERIES = 2000
 _MOST_POINTS = 2000
 _BLOCK = 4 << 20
 _ESCAPE = re.compile(rb"\x1b(?:\[[\d;]*[a-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)")
-"""An escape sequence of a terminal, in lower case. The page shows such sequences as colors, or removes them."""
+"""An escape sequence of a terminal, in lower-case text. The web page shows such sequences as colors, or removes them."""
 
 _Source = tuple[str, int, int | None]
 """Task, attempt and rank of a line."""
@@ -66,8 +66,11 @@ class LogPages:
         """Remove the lines. The metrics remain."""
         self._file.close()
 
-    def read_ranks_of(self, tasks: Tasks) -> None:
-        """For lines added later without a rank, read the rank from a prefix such as ``[rank3]:`` if the task has this rank."""
+    def use_ranks_of(self, tasks: Tasks) -> None:
+        """Store the ranks of the tasks.
+
+        A later line without a rank then gets its rank from a prefix such as ``[rank3]:``, if its task has this rank.
+        """
         self._ranks_of_tasks = {task.name: held_ranks(task.ranks) for _, task in tasks}
 
     def add(self, line: LogLine) -> None:
@@ -219,7 +222,7 @@ class LogPages:
 
 
 class _Follower:
-    """Reads the output of one workflow in a thread, until the workflow has ended or no page has requested it for a minute."""
+    """Reads the output of one workflow in a thread, until the workflow ends or no web page has requested it for a minute."""
 
     _IDLE_S = 60.0
 
@@ -229,7 +232,7 @@ class _Follower:
         self.has_ended = False
         """Whether the workflow has ended and all of its output has been read."""
         self.has_stopped = False
-        """Whether the thread stopped earlier, because no page requested the output or because of an error."""
+        """Whether the thread stopped before the workflow had ended: no web page requested the output, or there was an error."""
         self.remarks: list[str] = []
         self.error: DistflowError | None = None
         self._key = key
@@ -254,7 +257,7 @@ class _Follower:
             with Client() as client:
                 record = find_workflow(client, self._key, report_age=False)
                 tasks = choose_tasks(record, ())
-                self.pages.read_ranks_of(tasks)
+                self.pages.use_ranks_of(tasks)
                 stream = stream_logs(client, record, tasks, follow=True, wait=self._wait)
                 for line in stream:
                     if self._stop.is_set():
@@ -290,7 +293,7 @@ class Followers:
         self._followers: dict[str, _Follower] = {}
 
     def follow(self, uuid: str, *, wait_s: float = 0.5) -> _Follower:
-        """Return the follower of a workflow, which adds new lines while pages request them.
+        """Return the follower of a workflow, which adds new lines while web pages request them.
 
         Wait until all existing lines have been read, but at most ``wait_s``. Raise the error of the follower, if any.
         """

@@ -76,7 +76,7 @@ def write_report(client: Client, record: WorkflowRecord, path: Path) -> int:
     """
     tasks = choose_tasks(record, ())
     with closing(LogPages()) as log:
-        log.read_ranks_of(tasks)
+        log.use_ranks_of(tasks)
         stream = stream_logs(client, record, tasks)
         for line in stream:
             log.add(line)

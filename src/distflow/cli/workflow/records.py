@@ -30,6 +30,7 @@ AllAttemptsOption = Annotated[
     int | None,
     typer.Option("--retry-id", "-r", min=0, help="Only this attempt, counted from 0. Default: all.", show_default=False),
 ]
+"""``AttemptOption`` with all attempts as the default."""
 
 logs_app = command_app()
 

@@ -259,7 +259,8 @@ def wait_for_end(
         raise NodeError(error.node, error.detail, hint=hint) from None
     except BrokenPipeError:
         raise _OutputClosed(
-            f"{record.id} continues to run, but the program that read the logs, such as `head`, has exited"
+            f"{record.id} continues to run, but the program that read the logs, such as `head`, has exited",
+            hint=f"to follow it again: distflow workflow logs --follow {record.id}",
         ) from None
     if on_end is not None:
         on_end(final)

@@ -49,8 +49,8 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSa
         The number of values written.
 
     Raises:
-        InputError: if tensorboard is not installed, if ``folder`` exists (its curves would be drawn twice), or if it cannot be
-            written.
+        InputError: if tensorboard is not installed, if ``folder`` exists (TensorBoard would draw the old and the new curves
+            together), or if it cannot be written.
 
     """
     summary = _package("tensorboard.summary", "tensorboard", "TensorBoard files")

@@ -41,7 +41,7 @@ class MetricSeries:
         """The latest values for each task and rank."""
 
     def __iter__(self) -> Iterator[Metric]:
-        """Yield metrics by task and attempt, only with the requested names."""
+        """Yield the metrics with the requested names, one task and attempt after the other."""
         # Read one log after the other. This keeps the order of attempts even if the nodes' clocks differ.
         for source in self._sources:
             for metric in read_metrics(read_lines([source]), rank=self._rank):

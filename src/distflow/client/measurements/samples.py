@@ -31,7 +31,8 @@ def find_samples(
         tasks: The tasks to read (see ``choose_tasks``).
         attempt: Return only samples of this attempt, counted from 0. Default: all attempts.
         most: Return at most this number of samples for each attempt. If it has more, means of consecutive samples are returned.
-        is_recent: Whether the last samples are enough. Reads the last 96 KiB of a file, and all of it if they have none.
+        is_recent: Whether the last samples are enough. Then only the last 96 KiB of each file are read. If they contain no
+            samples, the whole file is read.
 
     """
     read = last_samples if is_recent else read_samples

@@ -110,7 +110,7 @@ def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) 
     script = Path(os.path.abspath(folder / target))
     if not os.path.isfile(script):  # ``Path.is_file`` raises an error for a path that cannot be inspected
         scripts = [path.name for path in folder.glob("*.py")]
-        hint = did_you_mean(target, scripts, what="Python scripts") if scripts else f"relative paths begin in `{folder}`"
+        hint = did_you_mean(target, scripts, what="Python scripts") if scripts else f"relative paths are relative to `{folder}`"
         problem = "is a directory" if os.path.isdir(script) else "does not exist"
         raise InputError(f"the script `{target}` {problem}", hint=hint)
     root = project_directory(folder, script, project)

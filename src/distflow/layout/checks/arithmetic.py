@@ -95,7 +95,7 @@ def segments(rows: Sequence[Row], world_size: int | None = None) -> list[RankSeg
 
 
 def gaps_of(parts: Sequence[RankSegment]) -> list[RankSegment]:
-    """Return the parts, from rank 0, that no row claims."""
+    """Return the parts that no row claims. Parts below rank 0 are left out."""
     return [part for part in parts if not part.rows and part.start >= 0]
 
 
@@ -175,7 +175,7 @@ def _world_sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield the possible offsets of a row: the start of each gap between the other rows, and the end of the last one."""
+    """Yield the possible offsets of a row: the start of each gap between the other rows, and the end of the last of them."""
     if rows[index].offset is None:
         return
     cursor = 0

@@ -1,8 +1,8 @@
 """Check the smaller worlds that an elastic group may run as. Each must satisfy the same rules as the whole world.
 
 A smaller world consists of the first tasks of the whole world. They keep their offsets and sizes, so rank 0 stays in its task.
-Other tasks must not use the address of a task that may be left out, and other groups must not use its output. The spec must
-write numbers that depend on the number of tasks as tokens, or omit them.
+Other tasks must not use the address of a task that may be left out, and other groups must not use its output. Numbers in
+the spec that depend on the number of tasks must be tokens, or be omitted.
 
 Modeled on torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable/elastic/run.html), with sizes known in advance.
 """

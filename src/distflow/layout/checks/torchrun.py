@@ -189,8 +189,8 @@ class _Nodes:
         self.agreed = stated.pop() if len(stated) == 1 else None
         self.count = len(members)
         self.uses_torchrun = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
-        self.ranks = "node ranks" if self.uses_torchrun else "ranks"
-        """The word for the numbers in messages."""
+        self.rank_noun = "node ranks" if self.uses_torchrun else "ranks"
+        """The term for the numbers in messages."""
 
     def world(self) -> WorldLayout:
         """Return the layout. Each node rank must be held by exactly one task."""
@@ -232,9 +232,9 @@ class _Nodes:
             message = f"{member.name}: {claim.text if claim else f'node rank {rank}'} is "
             message += f"also used by {self.members[held[rank]].name}" if rank in held else "too high"
             if self.count == 1:
-                message += f"; the only task needs {self.ranks[:-1]} 0"
+                message += f"; the only task needs {self.rank_noun[:-1]} 0"
             else:
-                message += f"; {self.count} tasks need the {self.ranks} 0-{self.count - 1}, and no task has {right}"
+                message += f"; {self.count} tasks need the {self.rank_noun} 0-{self.count - 1}, and no task has {right}"
             problems.append(
                 Problem(
                     where=claim.where if claim else member.where,
@@ -265,7 +265,7 @@ class _Nodes:
             rank = self.absent[0]
             more = (self.agreed or 0) - self.count - len(self.absent)
             missing = and_list([*map(str, self.absent), *([f"{more} more"] if more else [])])
-            message = f"{self.members[index].name} has {claim.text}, but no task has {self.ranks[:-1]} {missing}"
+            message = f"{self.members[index].name} has {claim.text}, but no task has {self.rank_noun[:-1]} {missing}"
             stated = next((stated for member in self.members if (stated := member.flags.get("node_rank"))), None)
             written = stated.written(rank) if stated is not None else f"--node_rank {rank}"
             hint = f"add a task with {written} {claim.written(self.agreed)}"

@@ -127,7 +127,7 @@ def _kind(draft: StrategyDraft, world: int) -> str:
             return "pipeline"
         return implied if draft.mesh_path else "ddp" if world > 1 else "none"
     kind = str(draft.kind.value)
-    # The axes of a mesh that implies this kind are checked later.
+    # Report only a mesh that implies another kind and does not fit this one. `regular_mesh` checks the axes of all others.
     if implied != kind and active and (not active <= set(AXES[kind]) or not {MAIN_AXIS[kind], "cp"} & set(draft.names)):
         axes = ", ".join(name for name in draft.names if name in active)
         draft.add(
@@ -230,8 +230,8 @@ def _tasks(draft: StrategyDraft, strategy: Strategy, sizes: Sequence[int]) -> No
 # -- the strategy of a group ------------------------------------------------------------------------------------------
 
 _OWN_CONFIGURATION = (
-    "it has its own configuration",
-    "configure it there, or use `framework: pytorch`, or call `world.parallelize` of `distflow.train`, which uses it",
+    "the framework has its own configuration",
+    "configure parallelism there, use `framework: pytorch`, or call `world.parallelize` of `distflow.train` to use `strategy`",
 )
 _OWN_PROGRAM = (
     "the program itself distributes the model",

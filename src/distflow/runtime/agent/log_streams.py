@@ -1,7 +1,8 @@
 """Streams of attempts' output to the supervisor, with flow control: a slow reader of one log delays no other stream.
 
 A stream sends an attempt's log, the index of that log, or the resource samples. A log and its index consist of several files
-(see ``log_files``): the stream sends the head, and then each segment that still exists. The samples are one file.
+(see ``log_files``): the stream sends the first file (the head), and then each later segment that still exists. The
+samples are one file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _LogStream:
         self.segment = segment
         self.offset = offset
         self.credit = _CREDIT
-        self.has_ended = False
+        self.attempt_has_ended = False
         self.fd: Optional[int] = None
         self._unreadable_since: Optional[float] = None
 
@@ -113,7 +114,7 @@ class LogStreams:
             raise OpError("bad_request", "`offset` must not be negative")
         self.remove(stream)
         log = _LogStream(stream, attempt, directory, segment, offset)
-        log.has_ended = has_ended
+        log.attempt_has_ended = has_ended
         self._streams[stream] = log
         self.pump()
 
@@ -124,7 +125,7 @@ class LogStreams:
             log.close()
 
     def credit(self, stream: int, size: int) -> None:
-        """Note that the supervisor has processed ``size`` bytes. Ignored for a stream that has ended."""
+        """Record that the supervisor has processed ``size`` bytes. Does nothing if the stream has ended."""
         log = self._streams.get(stream)
         if log is not None:
             log.credit = min(_CREDIT, log.credit + max(0, size))
@@ -134,7 +135,7 @@ class LogStreams:
         """Send new output of an attempt, if there is any. With ``has_ended``, its streams end after the remaining output."""
         for log in self._streams.values():
             if log.attempt == attempt:
-                log.has_ended = log.has_ended or has_ended
+                log.attempt_has_ended = log.attempt_has_ended or has_ended
         self.pump(attempt)
 
     def pump(self, attempt: Optional[str] = None) -> None:
@@ -151,7 +152,7 @@ class LogStreams:
     def _push_piece(self, log: _LogStream) -> bool:
         if not log.credit:
             return False
-        has_ended = log.has_ended
+        attempt_has_ended = log.attempt_has_ended
         data = log.read()
         if data:
             text = binascii.b2a_base64(data, newline=False).decode("ascii")
@@ -160,7 +161,7 @@ class LogStreams:
             log.offset += len(data)
             log.credit -= len(data)
             return True
-        if has_ended and (data is not None or log.is_unreadable):
+        if attempt_has_ended and (data is not None or log.is_unreadable):
             self._push({"event": "eof", "stream": log.stream, "size": log.size()})
             self.remove(log.stream)
         return False

@@ -36,13 +36,13 @@ class Watch:
         self.reported: Optional[Json] = None
         """The status that was reported last."""
         self.is_new = False
-        """Whether the attempt's pair is starting, and has not sent its first notification yet."""
+        """Whether the attempt's pair is starting, and has not sent its first message yet."""
         self.heartbeat_at = 0.0
         """Modification time of the heartbeat file when it was last reported, in seconds since the epoch."""
         self.keeper: Optional[int] = None
         """The keeper's process id, once this agent has connected to the pair."""
         self.on_up: List[Callable[[], None]] = []
-        """Called when the pair has sent its first notification, or has ended without one."""
+        """Called when the pair has sent its first message, or has ended without one."""
         self.on_gone: List[Callable[[], None]] = []
         """Called when runner and keeper are gone and the attempt's files are final."""
         self.is_unresponsive = False
@@ -236,7 +236,7 @@ _Answered = Callable[[Optional[Json], Optional[OpError]], None]
 
 
 class _PairLink:
-    """Sends requests to the keeper and receives its notifications.
+    """Sends requests to the keeper and receives its news.
 
     ``on_gone`` is called once, when the connection ends. After that, every open request is answered with ``(None, None)``.
     """

@@ -80,7 +80,7 @@ class AgentConnections:
         return bool(self._connections)
 
     def notify(self, news: str) -> None:
-        """Notify every agent. An agent with too many unread notifications is skipped."""
+        """Send the news to every agent. An agent with too many unread messages is skipped."""
         line = encode({"news": news})
         for connection in list(self._connections):
             try:

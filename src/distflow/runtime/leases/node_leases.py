@@ -345,7 +345,8 @@ _MAX_AMOUNT = 1 << 53
 def list_holders(lease_dir: str) -> Json:
     """Return ``holders``, one for each attempt, and ``foreign``, the processes on GPUs that are not leased.
 
-    Nothing is leased. Each check takes a shared lock for an instant. Leases of the same file wait for its release.
+    This function leases nothing. It checks each lock file by taking a shared lock for an instant. A process that leases the
+    same file meanwhile waits until that lock is released.
     """
     found: Dict[Tuple[str, str], Json] = {}
     for kind, number, record in _held_locks(lease_dir):

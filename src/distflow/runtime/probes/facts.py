@@ -61,7 +61,7 @@ def free_bytes(path: str) -> int:
 
 
 def can_gather_in_agent() -> bool:
-    """Return whether ``gather_facts`` is fast enough to run in the agent: it does not start a program."""
+    """Return whether ``gather_facts`` is fast enough to run in the agent, which is so if it does not start ``nvidia-smi``."""
     return nvidia_smi() is None
 
 

@@ -301,7 +301,7 @@ def _await_dump(path: str, begin: int, until: float) -> str:
 
 
 def _shorten(path: str, directory: str) -> str:
-    """Shorten a path like py-spy: without the directory of packages, or the attempt's own directories."""
+    """Shorten a path as py-spy does: remove the directory of packages, or the attempt's own directory."""
     for name in ("work", "files", "lib"):
         inside = os.path.join(directory, name, "")
         if path.startswith(inside):

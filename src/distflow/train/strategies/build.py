@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Import this before `init`. Its functions evaluate `group=dist.group.WORLD` at import, so a later import would keep a reference
-# to the process group (see `world._leave`).
+# Import this before `init`. The default `group=dist.group.WORLD` of its functions is evaluated at import, so a later import
+# would keep a reference to the process group (see `world._leave`).
 import torch.distributed.nn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,7 +42,7 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
     """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` before ``init``."""
     if not dist.is_initialized():
         raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
-    # Ranks that share sequences share the model, too: FSDP shards it over both axes.
+    # Ranks that divide sequences (`cp`) also divide the model: FSDP shards it over `cp` and `fsdp`.
     sizes = strategy.mesh
     if (parts := sizes.pop("cp", 1)) > 1:
         sizes["fsdp"] *= parts

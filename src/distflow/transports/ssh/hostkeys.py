@@ -158,7 +158,8 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
     except (OSError, subprocess.TimeoutExpired) as error:
         why = f"cannot be started: {error.strerror}" if isinstance(error, OSError) else "did not answer within 30 s"
         raise SshConfigError(
-            f"RevokedHostKeys {file} is a binary list, and ssh-keygen, which reads it, {why}; no host is trusted without it"
+            f"RevokedHostKeys {file} is a binary list, which only ssh-keygen can read, but ssh-keygen {why}; no host is "
+            "trusted without this list. Check that `ssh-keygen` runs, or remove this option from the OpenSSH configuration"
         ) from error
     if done.returncode not in (0, 1):
         reason = done.stderr.decode("utf-8", "replace").strip()

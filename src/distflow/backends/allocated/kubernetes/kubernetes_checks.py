@@ -133,7 +133,7 @@ class _Check:
                     "quota",
                     self._at,
                     f"quota `{name}` is used up: {', '.join(full)}",
-                    "workflows that need this wait until other objects release it",
+                    "workflows that need more of these resources wait until other objects release them",
                 )
             else:
                 yield note("quota", self._at, f"quota `{name}` has room for pods and ConfigMaps", "")
