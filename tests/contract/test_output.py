@@ -147,7 +147,8 @@ class MirrorSession:
 
     def take(self) -> bool:
         """Store the received output, and return whether it is complete."""
-        events, self._event_count = list(self._node.events[self._event_count :]), len(self._node.events)
+        events = self._node.events[self._event_count :]
+        self._event_count += len(events)  # a thread may have added more events meanwhile
         for event in events:
             if event["event"] == "data":
                 data = base64.b64decode(event["data"])
