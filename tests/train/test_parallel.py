@@ -89,3 +89,8 @@ def test_the_deprecated_parallelize_takes_options_by_name() -> None:
             train.parallelize(nn.Linear(2, 1), bucket_cap=1)
     finally:
         reset_current_strategy()
+
+
+def test_a_strategy_for_several_ranks_is_refused_before_the_ranks_are_connected() -> None:
+    with pytest.raises(ValueError, match="the ranks are not connected yet"):
+        parallelize(nn.Linear(2, 1), make_strategy("ddp", 2))

@@ -392,9 +392,10 @@ def _filler(group: GroupSpec, world: WorldLayout | None, ranks: TaskRanks | None
     """Return the function that replaces distflow's own tokens in a text of a task by numbers and OSMO's tokens."""
     master = world.master if world is not None else group.lead.name
     values = {"master_addr": f"{{{{host:{master}}}}}", "master_port": str((world.port if world is not None else None) or _PORT)}
-    if world is not None and ranks is not None:
-        values |= {"rank_offset": str(ranks.offset), "rank_size": str(ranks.size), "world_size": str(world.world_size)}
-        values |= {"node_rank": str(ranks.node_rank), "num_nodes": str(len(world.tasks))}
+    if world is not None:
+        values |= {"world_size": str(world.world_size), "num_nodes": str(len(world.tasks))}
+    if ranks is not None:
+        values |= {"rank_offset": str(ranks.offset), "rank_size": str(ranks.size), "node_rank": str(ranks.node_rank)}
 
     def fill(text: str) -> str:
         text = _RANK_TOKEN.sub(lambda match: values.get(match[1], match[0]), text)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from distflow.train.communication.gradients import accumulate, begin_step, local_sgd
 from distflow.train.loading.batching import Arguments, Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
-from distflow.train.strategies.build import make_sequence_mesh, prepare
+from distflow.train.strategies.build import check_connected, make_sequence_mesh, prepare
 from distflow.train.strategies.description import Strategy, current_strategy_or_none, resolve_strategy, set_current_strategy
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
@@ -42,6 +42,8 @@ def parallelize(
     if strategy is None and (strategy := current_strategy_or_none()) is None:
         # Use this kind also on one rank, where `prepare` does not wrap the model, so that it does not depend on the world size.
         strategy = "ddp"
+    if isinstance(strategy, Strategy) and strategy.kind != "none" and strategy.world_size > 1:
+        check_connected()  # otherwise, the number of ranks may be unknown
     resolved = resolve_strategy(strategy, world_size())
     if weights is None:
         ready = prepare(model, resolved, loss, example)

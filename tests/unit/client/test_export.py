@@ -169,6 +169,15 @@ def test_debug_of_a_group_without_ranks_is_exported_to_osmo(capsys: pytest.Captu
     assert "TORCH_DISTRIBUTED_DEBUG: DETAIL" in out
 
 
+def test_a_helper_gets_the_numbers_of_its_world_in_osmo(capsys: pytest.CaptureFixture[str]) -> None:
+    master = {"name": "m", "image": "i", "lead": True, "ranks": {"size": 2}, "command": ["python3", "train.py"]}
+    helper = {"name": "h", "image": "i", "command": ["python3", "watch.py", "{{world_size}}", "{{num_nodes}}"]}
+    group = {"name": "g", "tasks": [master, helper]}
+    Path("spec.yaml").write_text(json.dumps({"workflow": {"name": "one", "groups": [group]}}))
+    out, _ = exported(capsys, "spec.yaml", "--to", "osmo")
+    assert command_words(out, Path())[-3:] == ["watch.py", "2", "1"]
+
+
 @pytest.mark.parametrize("name", ["task_dir", "address_only"])
 def test_a_spec_cannot_set_a_variable_that_the_script_uses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(environment={name: "x"}), "--to", "slurm"]) == 2

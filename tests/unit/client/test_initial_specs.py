@@ -146,6 +146,8 @@ def test_scripts_that_cannot_be_translated_are_errors(folder: Path, text: str, m
         ("bash train.sh --lr 1", ("bash", "train.sh", "--lr", "1")),
         ("module load cuda\nsh -e ./run.sh", ("sh", "-e", "./run.sh")),
         ("bash setup.sh\npython train.py", ("python", "train.py")),
+        ("srun --version\nbash setup.sh\npython train.py", ("python", "train.py")),
+        ("bash -o pipefail train.sh -s 5 -", ("bash", "-o", "pipefail", "train.sh", "-s", "5", "-")),
         ("cat > node.sh <<END\ntorchrun train.py\nEND\nbash node.sh", ("python3", "train.py")),
     ],
 )
@@ -158,7 +160,9 @@ def test_a_script_that_a_shell_runs_is_the_command_if_there_is_no_other(
     assert any("`bash setup.sh`: only one command is translated" in note for note in draft.notes) is ("setup.sh" in lines)
 
 
-@pytest.mark.parametrize("line", ["bash -c 'echo hello'", "bash -s < commands", "bash", "bash - <<END\npwd\nEND"])
+@pytest.mark.parametrize(
+    "line", ["bash -c 'echo hello'", "bash -s < commands", "bash", "bash - <<END\npwd\nEND", "bash -o pipefail"]
+)
 def test_a_shell_without_a_script_file_is_not_a_training_command(folder: Path, line: str) -> None:
     with pytest.raises(InputError, match="no training command was found"):
         draft_sbatch(f"{line}\n", folder=folder)

@@ -331,7 +331,7 @@ def _read_body(script: _Script) -> None:
 
 def _read_commands(script: _Script, commands: Sequence[ShellCommand], variables: dict[str, str | None]) -> None:
     exported = {name for line in re.findall(r"\bexport\s+(.*)", script.text) for name in re.findall(r"([A-Za-z_]\w*)=", line)}
-    launch = next(filter(_is_launch, commands), None) or next(filter(_runs_script, commands), None)
+    fallback = None if any(map(_is_launch, commands)) else next(filter(_runs_script, commands), None)
     for command in commands:
         for written, word in command.assignments:
             name, value = word.value_of(written, variables)
@@ -339,7 +339,7 @@ def _read_commands(script: _Script, commands: Sequence[ShellCommand], variables:
             if (name in exported or command.words) and name not in _SET_BY_DISTFLOW and not _is_from_export(script, name):
                 _export(script, name, value, word)
         if command.words:
-            _read_command(script, command, variables, is_launch=command is launch)
+            _read_command(script, command, variables, is_launch=command is fallback or _is_launch(command))
 
 
 def _export(script: _Script, name: str, value: str | None, word: Word) -> None:
@@ -393,9 +393,15 @@ def _is_launch(command: ShellCommand) -> bool:
 
 def _runs_script(command: ShellCommand) -> bool:
     """Return whether a shell runs a script file: ``bash FILE``. It starts the training if no other command does."""
-    options = [word.raw for word in command.words[1:] if word.raw.startswith("-")]
-    has_file = len(command.words) > 1 + len(options) and not any(re.fullmatch(r"-[a-z]*[cs]|-", one) for one in options)
-    return command.program in SHELLS and has_file
+    words = iter(command.words[1:] if command.program in SHELLS else ())
+    for word in words:
+        if not word.raw.startswith(("-", "+")):
+            return True
+        if re.fullmatch(r"-[a-z]*[cs]|-", word.raw):
+            return False
+        if re.fullmatch(r"[-+][A-Za-z]*[oO]|--rcfile|--init-file", word.raw):
+            next(words, None)  # the argument of the option
+    return False
 
 
 def _expanded(command: ShellCommand, variables: Mapping[str, str | None]) -> list[str]:

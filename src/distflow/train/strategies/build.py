@@ -28,6 +28,7 @@ from distflow.train.strategies.initial import allocate, fill, is_on_meta_device
 from distflow.train.strategies.stages import Loss, make_pipeline
 
 __all__ = [
+    "check_connected",
     "checkpoint_activations",
     "large_modules",
     "make_mesh",
@@ -38,10 +39,15 @@ __all__ = [
 ]
 
 
-def make_mesh(strategy: Strategy) -> DeviceMesh:
-    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` before ``init``."""
+def check_connected() -> None:
+    """Raise ``ValueError`` before ``init``."""
     if not dist.is_initialized():
         raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
+
+
+def make_mesh(strategy: Strategy) -> DeviceMesh:
+    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` before ``init``."""
+    check_connected()
     # Ranks that divide sequences (`cp`) also divide the model: FSDP shards it over `cp` and `fsdp`.
     sizes = strategy.mesh
     if (parts := sizes.pop("cp", 1)) > 1:
