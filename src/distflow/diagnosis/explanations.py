@@ -98,7 +98,7 @@ def absent_ranks(group: GroupOutcome, hits: Sequence[Hit]) -> str:
 
 def mesh(group: GroupOutcome, hits: Sequence[Hit]) -> str:
     """Return the number of places in the mesh and the number of ranks."""
-    places = f"{hits[0].match['mesh']} place{'s' * (hits[0].match['mesh'] != '1')}"
+    places = count_text(int(hits[0].match["mesh"]), "place")
     return f"the mesh has {places}, but the world has {_ranks(hits[0].match['world'])}"
 
 

@@ -27,6 +27,7 @@ from distflow.plan.compile import strategy_environment
 from distflow.plan.environment import DEBUG_VARIABLES, task_environment
 from distflow.plan.frameworks import StartCommand, WorldTask, start_command
 from distflow.plan.model import PLACEHOLDER
+from distflow.plan.tokens import rank_numbers
 from distflow.spec.model import GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.template import render
 from distflow.spec.tokens import RANK_TOKENS
@@ -392,10 +393,7 @@ def _filler(group: GroupSpec, world: WorldLayout | None, ranks: TaskRanks | None
     """Return the function that replaces distflow's own tokens in a text of a task by numbers and OSMO's tokens."""
     master = world.master if world is not None else group.lead.name
     values = {"master_addr": f"{{{{host:{master}}}}}", "master_port": str((world.port if world is not None else None) or _PORT)}
-    if world is not None:
-        values |= {"world_size": str(world.world_size), "num_nodes": str(len(world.tasks))}
-    if ranks is not None:
-        values |= {"rank_offset": str(ranks.offset), "rank_size": str(ranks.size), "node_rank": str(ranks.node_rank)}
+    values |= rank_numbers(ranks, world)
 
     def fill(text: str) -> str:
         text = _RANK_TOKEN.sub(lambda match: values.get(match[1], match[0]), text)

@@ -27,6 +27,7 @@ __all__ = [
     "input_place",
     "paths_in_work",
     "place_of",
+    "rank_numbers",
     "rewriter",
     "uses_tmp",
 ]
@@ -56,20 +57,25 @@ KNOWN_PLACES: Mapping[str, str] = MappingProxyType(
 
 def _token_values(ranks: TaskRanks | None, world: WorldLayout | None) -> Mapping[str, str]:
     """Return the values of tokens without arguments for one task."""
-    values = {
+    return {
         "workflow_id": "@@WORKFLOW_ID@@",
         "output": f"{ATTEMPT_DIR}/output",
         "master_addr": "@@MASTER_ADDR@@",
         "master_port": "@@MASTER_PORT@@",
+        **rank_numbers(ranks, world),
     }
+
+
+def rank_numbers(ranks: TaskRanks | None, world: WorldLayout | None) -> dict[str, str]:
+    """Return the values of the tokens that are numbers of the layout.
+
+    A task without ``ranks`` has only the numbers of its group's ``world``. Without a ``world``, the result is empty.
+    """
+    values: dict[str, str] = {}
     if world is not None:
         values |= {"world_size": str(world.world_size), "num_nodes": str(len(world.tasks))}
     if ranks is not None:
-        values |= {
-            "rank_offset": str(ranks.offset),
-            "rank_size": str(ranks.size),
-            "node_rank": str(ranks.node_rank),
-        }
+        values |= {"rank_offset": str(ranks.offset), "rank_size": str(ranks.size), "node_rank": str(ranks.node_rank)}
     return values
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Transport",
     "command_closed",
     "fan_out",
+    "is_cut_off",
     "tail_with_reason",
 ]
 
@@ -167,6 +168,11 @@ def tail_with_reason(tail: str, why: str) -> str:
     """Return ``tail``, and below it ``why`` the connection broke. An empty ``why`` adds nothing."""
     newline = "\n" if tail and not tail.endswith("\n") else ""
     return f"{tail}{newline}{REASON_MARK}{why}\n" if why else tail
+
+
+def is_cut_off(channel: Channel) -> bool:
+    """Return whether the connection broke before the command ended. ``channel.stderr_tail`` then ends with the reason."""
+    return channel.exit_code is None and REASON_MARK in channel.stderr_tail()
 
 
 def command_closed(node: str) -> NodeUnreachable:

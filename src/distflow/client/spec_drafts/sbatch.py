@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from distflow.client.spec_drafts.drafts import Draft, draft_command, draft_torchrun
 from distflow.documents.text import splitting_problem
 from distflow.errors import InputError
-from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands
+from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands, takes_argument
 from distflow.structs import replace
 
 __all__ = ["draft_sbatch"]
@@ -399,8 +399,8 @@ def _runs_script(command: ShellCommand) -> bool:
             return True
         if re.fullmatch(r"-[a-z]*[cs]|-", word.raw):
             return False
-        if re.fullmatch(r"[-+][A-Za-z]*[oO]|--rcfile|--init-file", word.raw):
-            next(words, None)  # the argument of the option
+        if takes_argument(word.raw):
+            next(words, None)
     return False
 
 

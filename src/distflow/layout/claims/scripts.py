@@ -12,7 +12,7 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from distflow.documents.problems import Mark
-from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands
+from distflow.layout.claims.shell_commands import SHELLS, ShellCommand, Word, read_commands, takes_argument
 from distflow.spec.model import TaskSpec, Text
 
 __all__ = ["WORLD_VARIABLES", "TaskCommand", "base_name", "commands_of", "nested", "variables_of"]
@@ -104,7 +104,7 @@ def _script_in(words: Sequence[Word]) -> Word | None:
                 if word.beginning:
                     break
             has_c_option = has_c_option or re.fullmatch("-[A-Za-z]*c[A-Za-z]*", word.literal) is not None
-            if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", word.literal):
+            if takes_argument(word.literal):
                 next(rest, None)
     return None
 

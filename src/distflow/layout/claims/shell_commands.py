@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from distflow.structs import replace
 
-__all__ = ["SHELLS", "TOKEN", "ShellCommand", "Word", "read_commands"]
+__all__ = ["SHELLS", "TOKEN", "ShellCommand", "Word", "read_commands", "takes_argument"]
 
 SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "ash"})
 TOKEN = re.compile(r"\{\{\s*([a-z_]+)(?::\s*([^}\s]+))?\s*\}\}")
@@ -33,6 +33,7 @@ _SET = re.compile(r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|
 """An assignment within ``((…))``."""
 _HEREDOC = re.compile(r"<<-?(?!<)[ \t]*(?:(['\"])([^'\"\n]+)\1|\\?([\w.!%:@+-]+))")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*(?:\[@\])?)(?::?-([^{}$`]*))?\}")
+_WITH_ARGUMENT = re.compile(r"[-+][A-Za-z]*[oO]|--rcfile|--init-file")
 
 
 class _Variable(Struct, frozen=True):
@@ -127,6 +128,11 @@ class ShellCommand(Struct, frozen=True, kw_only=True):
     def program(self) -> str:
         """The program's name without its directory; empty if there is none or it contains a variable."""
         return self.words[0].literal.rpartition("/")[2] if self.words else ""
+
+
+def takes_argument(option: str) -> bool:
+    """Return whether the word after an option of a shell is the option's argument, as in ``bash -o pipefail``."""
+    return _WITH_ARGUMENT.fullmatch(option) is not None
 
 
 def read_commands(text: str) -> tuple[ShellCommand, ...]:

@@ -14,7 +14,7 @@ from distflow.backends.machines.connection.bootstrap import python_argv
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
 from distflow.runtime.untrusted import decode_object
-from distflow.transports.base import REASON_MARK, Channel, Deadline, Transport
+from distflow.transports.base import Channel, Deadline, Transport, is_cut_off
 
 __all__ = ["ClusterProgram", "RayMissing", "unreadable_answer"]
 
@@ -115,7 +115,7 @@ class ClusterProgram:
                     raise NodeUnreachable(self._login.name, f"{who} sent an answer of more than {_LONGEST_ANSWER >> 20} MiB")
                 if not data:
                     tail = plain(channel.stderr_tail().strip())[-_SHOWN:]
-                    if channel.exit_code is None and REASON_MARK in tail:
+                    if is_cut_off(channel):
                         raise NodeUnreachable(self._login.name, f"the connection broke before {who} answered: {tail}")
                     raise NodeUnreachable(
                         self._login.name, f"`{self._python}` exited without an answer: {tail or 'no message'}",

@@ -25,7 +25,7 @@ from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT, PRIVATE
 from distflow.runtime.untrusted import decode_object
-from distflow.transports.base import REASON_MARK, Channel, Transport
+from distflow.transports.base import Channel, Transport, is_cut_off
 
 __all__ = [
     "RUNTIME",
@@ -460,10 +460,10 @@ class _Greeting:
                 f"distflow's process did not answer within {self._timeout_s:g} s",
                 hint=self.other_output() or remedy,
             )
-        code, printed = self._channel.exit_code, self.other_output()
-        if code is None and REASON_MARK in printed:
+        printed = self.other_output()
+        if is_cut_off(self._channel):
             return NodeUnreachable(self._node, "the connection broke before distflow's process answered", hint=printed)
-        what, remedy = explain_exit(code, self._python, printed)
+        what, remedy = explain_exit(self._channel.exit_code, self._python, printed)
         # The period separates the lines where they are shown as one line.
         return BootstrapFailed(self._node, what, hint=f"{remedy}.\n{printed}" if printed else remedy)
 

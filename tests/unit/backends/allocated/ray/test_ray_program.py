@@ -17,8 +17,8 @@ from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, RaySettings, ssh_node
 from distflow.testing.waiting import wait_until
-from distflow.transports.base import REASON_MARK
 from distflow.transports.local import LocalTransport
+from distflow.transports.multiplexed import MultiplexedTransport
 
 READY = json.dumps({"answer": {"ray": "2.60.0", "python": "3.11.7"}})
 MakePython = Callable[..., str]
@@ -100,29 +100,16 @@ def test_a_program_that_does_not_start_reports_the_reason(
     one.close()
 
 
-class BrokenChannel:
-    """A channel whose connection broke before the program answered."""
-
-    exit_code = None
-
-    def read(self, _size: int = 0) -> bytes:
-        return b""
-
-    def write(self, data: bytes) -> None:
-        pass
-
-    def stderr_tail(self) -> str:
-        return f"{REASON_MARK}no heartbeat for 20 s\n"
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_broken_connection_is_not_reported_as_an_exit_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    login = LocalTransport("head")
-    monkeypatch.setattr(login, "open", lambda _: BrokenChannel())
-    with pytest.raises(NodeUnreachable, match=r"before Ray at `auto` answered: .*no heartbeat for 20 s"):
-        ClusterProgram(login, python="python3", address="auto").ask("nodes")
+def test_a_broken_connection_is_not_reported_as_an_exit_of_the_program(tmp_path: Path) -> None:
+    path = tmp_path / "python"
+    path.write_text("#!/bin/sh\nkill -KILL $PPID\n")  # ends the command hub, through which the program runs
+    path.chmod(0o755)
+    login = MultiplexedTransport(LocalTransport("head"))
+    with pytest.raises(
+        NodeUnreachable, match=r"head: the connection broke before Ray at `auto` answered: .*ended \(exit code 137\)"
+    ):
+        ClusterProgram(login, python=str(path), address="auto").ask("nodes")
+    login.close()
 
 
 def test_an_interpreter_that_does_not_exist_is_named() -> None:
