@@ -91,7 +91,8 @@ def test_a_command_gets_the_project_and_its_results_are_fetched(cli: Cli, projec
     assert "note: the directory also contains other files" in twice.err
     for name, moved in (("first", False), ("second", True)):
         done = cli.run("run", "--name", name, "--to", "new", "--", "sh", "-c", 'echo "$0" > outputs/"$0"', name, cwd=project)
-        assert ("they were moved to new/earlier-runs/first-1\n" in done.err) is moved
+        note = "note: the directory had the results of another workflow; they were moved to new/earlier-runs/first-1\n"
+        assert (note in done.err) is moved
     assert (project / "new/second").read_text() == "second\n"
     assert (project / "new/earlier-runs/first-1/first").read_text() == "first\n"
     assert sorted(path.name for path in (project / "new").iterdir()) == [".distflow-results", "earlier-runs", "second"]

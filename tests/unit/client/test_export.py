@@ -106,7 +106,8 @@ def test_secrets_are_not_exported(capsys: pytest.CaptureFixture[str]) -> None:
     assert (document["to"], document["files"]) == ("slurm", [])
     out, err = exported(capsys, one_task(image="i"), "--to", "osmo", "--set-env", "TOKEN=hunter2")
     assert "hunter2" not in out + err
-    assert "does not contain the secrets of `--set-env`\n    pass them to `osmo workflow submit --set-env`" in err
+    warning = "warning: the exported spec does not contain the secrets of `--set-env`\n"
+    assert f"{warning}    pass them to `osmo workflow submit --set-env`" in err
 
 
 def test_missing_secrets_of_a_workflow_are_named_with_their_option(

@@ -156,7 +156,7 @@ def test_a_lock_holder_that_is_not_a_supervisor_is_not_stopped(tmp_path: Path, m
     monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.1)
     directory = StateDirectory(tmp_path).ensure()
     with lock_holder(directory, "") as process:
-        with pytest.raises(SupervisorError, match=r"the workflow was not stored.*\n.*pkill -KILL -f"):
+        with pytest.raises(SupervisorError, match=r"the workflow was not stored, .* of this version\n.*pkill -KILL -f"):
             stop_outdated_supervisor(directory)
         assert process.poll() is None
 
